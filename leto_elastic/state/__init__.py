@@ -1,0 +1,1 @@
+"""The training state: segments, header, capture, the chunk transaction."""

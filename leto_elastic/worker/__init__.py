@@ -1,0 +1,1 @@
+"""Inside the user's script: session, steps, link to the agent, shadow."""

@@ -1,0 +1,424 @@
+"""The loop behind `leto.steps`: run, vote, commit; and when something was lost, rejoin, resolve, go on.
+
+One step of one rank:
+
+    open    batch s                                       header COMPUTE(s)
+    body    forward, backward, ... optimizer.step():
+              gradients and pending extras to segments    header VOTE(s)
+              the vote: every rank got here               header UPDATE(s, 0)
+              the update, chunk by chunk                  header UPDATE(s, i)
+    leave   what changes once a step; extras(s+1)         header COMPUTE(s+1) (or SECTION): the commit
+
+A failure only ever surfaces in `optimizer.step()` (as an exception that ends the body), in the exit of `with step:`, in
+a section or in the barrier at the end. Then `_recover` joins the next epoch, learns where every rank stands, and either
+rolls this rank forward from its segments or rewinds it to the start of the step. Nothing after the vote needs a peer,
+so what is rolled forward is rolled forward alone. Rejected: going on inside the body after a recovery in
+`optimizer.step()`; what follows it there may be a collective, which a promoted shadow, having no body to return to,
+would not enter.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+from leto_elastic import wire
+from leto_elastic.errors import CommunicatorLost, LetoError, StateError
+from leto_elastic.recovery.resolution import Resolution, resolve
+from leto_elastic.state import layout, pack, rng
+from leto_elastic.state.header import Phase, Position
+from leto_elastic.state.model import local, reset
+from leto_elastic.state.retained import Retained
+from leto_elastic.state.train_state import TrainState
+from leto_elastic.state.transaction import Transaction
+from leto_elastic.worker import fault_hooks
+from leto_elastic.worker.session import Session
+from leto_elastic.worker.step import Step
+
+log = logging.getLogger(__name__)
+
+
+class StepLost(CommunicatorLost):
+    """Ends the body of a step that cannot be committed in this epoch. Not to be caught."""
+
+
+class Runner:
+    """Drives one training state through its steps, in a trainer or in a process that has become one."""
+
+    def __init__(self, session: Session, state: TrainState, until: int) -> None:
+        self.session = session
+        self.state = state
+        self.until = until
+        self.retained: Retained
+        self.transaction: Transaction
+        self.step = 0
+        self._batch: Any = None
+        self._batch_step = -1
+        self._before: dict[str, Any] = {}  # position in the data at the start of the step
+        self._after: dict[str, Any] = {}  # and after its batch was taken
+        self._rng_after: dict[str, Any] = {}
+        self._first_batch: Any = None
+        self._setup = b""
+        self._fresh: list[int] = []
+        self._stepped = False
+        self._voted = False
+        self._report: str | None = "start"  # resolution to report with the next commit
+        self._commits = 0
+        self._user_step: Callable[..., Any] | None = None
+        self._release: Callable[[], None] = lambda: None
+
+    # ---- the loop
+
+    def start(self) -> None:
+        """A trainer before its first step: allocate, move the state onto segments, write X(0)."""
+        self._setup = self.session.fabric.stop_recording()
+        self._before = self.state.cursor.position()
+        data = self.state.capture(self._before)
+        self.retained = Retained.create(
+            self.state.model,
+            self.state.optimizer,
+            self.session.link.alloc,
+            elementwise=self.state.elementwise,
+            extras_bytes=len(data),
+            chunk_bytes=self.session.policy.state.chunk_bytes,
+        )
+        self.retained.extras.write(0, data)
+        self.retained.header.epoch = self.session.fabric.epoch
+        self.retained.header.position = Position(0, Phase.COMPUTE)
+        self._install()
+
+    def resume(self, retained: Retained, plan: wire.Promote) -> None:
+        """A shadow that was promoted: take the state over and join the epoch of the plan."""
+        self.retained = retained
+        self.step = retained.header.position.step
+        self._commits = 2
+        self._install()
+        self._recover(plan)
+
+    def _install(self) -> None:
+        session = self.session
+        torn = fault_hooks.torn_point(session.faults, lambda: self.step)
+        self.transaction = Transaction(self.retained, session.link.alloc, self._publish, torn)
+        session.faults.on_fire = self._last_words
+        self._user_step = self.state.optimizer.step
+        self.state.optimizer.step = self._optimizer_step  # type: ignore[method-assign]
+
+    def _last_words(self) -> None:
+        self.retained.header.last_words = time.monotonic()
+
+    def loop(self) -> Iterator[Step]:
+        """The steps from here to the last one."""
+        while True:
+            try:
+                self._run_sections()
+                if self.step >= self.until:
+                    if self._finish():
+                        return
+                    continue
+            except StepLost:
+                self._recover()
+                continue
+            step = self._open()
+            yield step
+            if step.outcome == "lost":
+                self._recover()
+            elif step.outcome != "committed":
+                raise LetoError(
+                    f"step {step.number} of leto.steps was not run: write `for step in ...: with step: ...`"
+                )
+
+    def _open(self) -> Step:
+        if self._batch_step != self.step:
+            self._batch = self.state.cursor.next()
+            self._batch_step = self.step
+            self._after = self.state.cursor.position()
+            self._rng_after = rng.capture()
+            if self._first_batch is None and self._commits == 0:
+                self._first_batch = self._batch
+        else:
+            rng.restore(self._rng_after)
+        self._stepped = self._voted = False
+        return Step(self, self.step, self._batch, rehearsal=False)
+
+    # ---- one step, called by it
+
+    def enter(self, step: Step) -> None:
+        """The body begins."""
+        self.session.fabric.tolerant = True
+        self._release = fault_hooks.arm(self.session.faults, self.state.model, step.number)
+        try:
+            self.session.faults.at("compute", step.number)
+        except BaseException as error:
+            self._failing(error)
+            raise
+
+    def leave(self, step: Step, error: BaseException | None) -> bool:
+        """The body ended. True: what it raised was a consequence of a failure elsewhere, and is dealt with."""
+        fabric = self.session.fabric
+        self._release()
+        if error is not None and not isinstance(error, Exception):
+            return False
+        if fabric.poisoned or isinstance(error, StepLost):
+            if error is not None and not isinstance(error, StepLost):
+                log.info("step %d: %s: %s, after a failure elsewhere", step.number, type(error).__name__, error)
+            step.outcome = "lost"
+            return True
+        if error is not None:
+            self._failing(error)
+            return False
+        try:
+            if not self._stepped:
+                self._vote()
+                self._update()
+            self._commit(in_body=True)
+        except StepLost:
+            step.outcome = "lost"
+            return True
+        except Exception as failure:
+            self._failing(failure)
+            raise
+        fabric.tolerant = False
+        step.outcome = "committed"
+        return False
+
+    def _failing(self, error: BaseException) -> None:
+        self.session.fabric.tolerant = False
+        self.session.link.send(wire.Failing(step=self.step, reason=f"{type(error).__name__}: {error}"[:2000]))
+
+    def _optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
+        optimizer = self.state.optimizer
+        if not self.session.fabric.tolerant:
+            raise LetoError("optimizer.step() outside of `with step:`; the training state may only change in a step")
+        if self._stepped:
+            raise StateError(
+                f"optimizer.step() was called twice in step {self.step}; accumulate gradients and call it once"
+            )
+        result = None
+        if closure is not None:
+            with torch.enable_grad():
+                result = closure()
+        if getattr(optimizer, "grad_scale", None) is not None:
+            raise StateError(
+                "call scaler.unscale_(optimizer) before scaler.step(optimizer): gradients are kept unscaled"
+            )
+        for hook in list(optimizer._optimizer_step_pre_hooks.values()):
+            hook(optimizer, (), {})
+        self._vote()
+        self._stepped = True
+        self._update()
+        optimizer._opt_called = True  # type: ignore[attr-defined]
+        for hook in list(optimizer._optimizer_step_post_hooks.values()):
+            hook(optimizer, (), {})
+        return result
+
+    def _vote(self) -> None:
+        """Save what the update needs, then learn that every rank has. Raises StepLost."""
+        session = self.session
+        if session.fabric.poisoned:
+            raise StepLost(session.fabric.reason)
+        self.transaction.save_gradients()
+        header = self.retained.header
+        self._write_extras(header.position.slot + 1, self._after)
+        header.position = header.position._replace(step=self.step, phase=Phase.VOTE, torn=False, chunk=0)
+        session.faults.at("vote", self.step)
+        if not session.fabric.vote():
+            raise StepLost(session.fabric.reason)
+
+    def _update(self) -> None:
+        self._fresh = self.transaction.run()
+
+    def _commit(self, *, in_body: bool) -> None:
+        state, retained = self.state, self.retained
+        for function in state.once:
+            function()
+        if state.scheduler is not None:
+            state.scheduler.step()
+        self._drop_gradients(check=in_body and self._commits < 2)
+        following = self.step + 1
+        first = self._commits == 0
+        if self._fresh or first:
+            retained.settle(
+                self._fresh,
+                following,
+                self.session.link.alloc,
+                self.session.policy.state.chunk_bytes,
+                buckets=not first,
+            )
+            if not first:
+                self._publish()
+        slot = (retained.header.position.slot + 2) % 3
+        self._before = self._after
+        self._write_extras(slot, self._before)
+        self.session.faults.at("commit", self.step)
+        retained.header.position = self._position(following, 0, slot)
+        self.step = following
+        self._commits += 1
+        if first:
+            self._record_setup()
+        elif self._commits == 2 and retained.refresh_buckets():
+            self._publish()
+        if in_body and self._report is not None:
+            self._send_committed()
+
+    def _position(self, step: int, section: int | None, slot: int) -> Position:
+        """The start of `step`, before its due sections from index `section` on (None: after them)."""
+        due = [i for i in self.state.due(step) if section is not None and i >= section]
+        if due:
+            return Position(step, Phase.SECTION, slot=slot, chunk=due[0])
+        return Position(step, Phase.COMPUTE, slot=slot)
+
+    def _write_extras(self, slot: int, position: dict[str, Any]) -> None:
+        data = self.state.capture(position)
+        if not self.retained.extras.fits(data):
+            self.retained.grow_extras(len(data), self.session.link.alloc)
+            if self.retained.manifest.version > 1:
+                self._publish()
+        self.retained.extras.write(slot, data)
+
+    def _drop_gradients(self, *, check: bool) -> None:
+        for site in self.retained.sites[: self.retained.trained]:
+            grad = site.param.grad
+            if grad is None:
+                continue
+            if check and torch.count_nonzero(local(grad).detach()).item():
+                raise StateError(
+                    f"{site.name} still has a gradient at the end of step {self.step}: call optimizer.zero_grad() "
+                    "after optimizer.step(); gradients are accumulated within one step, not over several"
+                )
+            site.param.grad = None
+
+    def _record_setup(self) -> None:
+        """Tell the agent all that a shadow needs; from here on the slot is protected."""
+        try:
+            batch = pack.pack(self._first_batch, "the first batch")
+        except StateError as error:
+            log.info("%s; shadows take a first batch of their own", error)
+            batch = b""
+        self._first_batch = None
+        record = pack.pack({"setup": self._setup, "batch": batch})
+        self.session.link.send_blob(lambda size: wire.SetupRecord(size=size), record, "leto-setup")
+        self._publish()
+
+    def _publish(self) -> None:
+        manifest = self.retained.manifest
+        self.session.link.send_blob(
+            lambda size: wire.Manifest(version=manifest.version, size=size), layout.encode(manifest), "leto-manifest"
+        )
+
+    def _send_committed(self) -> None:
+        self.session.mark("first_step")
+        self.session.link.send(
+            wire.Committed(
+                epoch=self.session.fabric.epoch,
+                step=self.step,
+                resolution=self._report or "start",
+                marks=dict(self.session.marks),
+            )
+        )
+        self._report = None
+        self.session.marks.clear()
+
+    # ---- between steps
+
+    def _run_sections(self) -> None:
+        header = self.retained.header
+        while header.position.phase is Phase.SECTION:
+            index = header.position.chunk
+            self._run_section(index)
+            header.position = self._position(self.step, index + 1, header.position.slot)
+
+    def _run_section(self, index: int) -> None:
+        fabric = self.session.fabric
+        modes = [(module, module.training) for module in self.state.model.modules()]
+        random = rng.capture()
+        fabric.tolerant = True
+        try:
+            self.state.sections[index].run()
+        except Exception as error:
+            if not fabric.poisoned:
+                self._failing(error)
+                raise
+        finally:
+            fabric.tolerant = False
+            rng.restore(random)
+            for module, training in modes:
+                module.training = training
+        if fabric.poisoned:
+            raise StepLost(fabric.reason)
+
+    def _finish(self) -> bool:
+        """Wait until every rank has committed the last step."""
+        session = self.session
+        header = self.retained.header
+        header.position = header.position._replace(step=self.step, phase=Phase.DONE, chunk=0)
+        if not session.fabric.vote():
+            raise StepLost(session.fabric.reason)
+        if self._report is not None:
+            self._send_committed()
+        session.link.send(wire.Finished(step=self.step))
+        assert self._user_step is not None
+        self.state.optimizer.step = self._user_step  # type: ignore[method-assign]
+        return True
+
+    # ---- after a failure
+
+    def _recover(self, promotion: wire.Promote | None = None) -> None:
+        session, header = self.session, self.retained.header
+        session.fabric.tolerant = False
+        session.mark("abort")
+        plan: wire.Plan | wire.Promote | None = promotion
+        words = session.rejoin(plan, header.position.pack(), self.step)
+        header.epoch = session.fabric.epoch
+        resolution = resolve({rank: Position.unpack(word) for rank, word in enumerate(words)})
+        own = resolution.action[session.rank]
+        reset(self.state.model)
+        if own == "forward":
+            self._roll_forward(adopt=promotion is not None)
+        else:
+            self._rewind(adopt=promotion is not None)
+        header.position = self._position(self.step, resolution.section, header.position.slot)
+        session.mark("resolve")
+        self._report = resolution.outcome
+        if promotion is not None:
+            session.activate()
+        self._check_step(resolution)
+
+    def _check_step(self, resolution: Resolution) -> None:
+        if self.step != resolution.step:
+            raise StateError(f"rank {self.session.rank} resolved to step {self.step} instead of {resolution.step}")
+
+    def _roll_forward(self, *, adopt: bool) -> None:
+        """The vote of this step passed somewhere, so all gradients are whole: finish it from the segments."""
+        header = self.retained.header
+        if adopt:
+            self._after = self.state.restore(self.retained.extras.read(header.position.slot + 1), cursor=True)
+        self.transaction.load_gradients()
+        self._update()
+        self._commit(in_body=False)
+
+    def _rewind(self, *, adopt: bool) -> None:
+        """Nobody has changed anything for this step: back to its start."""
+        position = self.retained.header.position
+        self._before = self.state.restore(self.retained.extras.read(position.slot), cursor=adopt)
+        self._drop_gradients(check=False)
+
+
+def run(session: Session, state: TrainState, until: int) -> Iterator[Step]:
+    """The generator behind `leto.steps`."""
+    if session.running:
+        raise LetoError("leto.steps() is already running; one loop at a time, and one a job")
+    if until < 1:
+        raise LetoError(f"leto.steps(until={until}): the number of steps must be at least 1")
+    session.running = True
+    runner = Runner(session, state, until)
+    if session.shadow:
+        from leto_elastic.worker.shadow import ShadowLife
+
+        yield from ShadowLife(session, state, runner).live()
+    else:
+        runner.start()
+    yield from runner.loop()

@@ -1,0 +1,170 @@
+"""A process's membership in a leto job: its link, its communicators, its role."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable
+from types import TracebackType
+
+import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store, TCPStore
+
+from leto_elastic import wire
+from leto_elastic.comm.fabric import Fabric
+from leto_elastic.errors import EpochAborted, LetoError
+from leto_elastic.recovery.policy import Policy
+from leto_elastic.state import pack
+from leto_elastic.testing import faults as fault_plans
+from leto_elastic.worker.link import Link
+
+log = logging.getLogger(__name__)
+
+
+class Session:
+    """One per process, made by `leto.init()`."""
+
+    def __init__(self, path: str, token: str) -> None:
+        start = float(os.environ.get("LETO_START_DEADLINE", "60"))
+        self.link = Link(path, token, start)
+        self.welcome = self.link.welcome
+        self.rank = self.welcome.rank
+        self.policy = Policy.decode(self.welcome.policy)
+        self.shadow = self.welcome.role == "shadow"
+        self.faults = fault_plans.Faults.from_env(self.welcome.run_dir, self.rank)
+        self.marks: dict[str, float] = {}
+        self.record: dict[str, object] = {}
+        self.running = False
+        self._on_active: list[Callable[[], object]] = []
+        if self.shadow:
+            self.record = pack.unpack(os.pread(fd := self.link.welcome_fds[0], os.fstat(fd).st_size, 0))
+            os.close(fd)
+        else:
+            fault_plans.install(self.faults)
+        self.fabric = Fabric(
+            self.rank,
+            self.welcome.world_size,
+            timeout=self.policy.deadlines.collective,
+            loopback=self.shadow,
+            replay=self.record.get("setup") if self.shadow else None,  # type: ignore[arg-type]
+            rebuild=self.policy.deadlines.rebuild,
+        )
+        self.link.on_abort = self._abort
+        self.fabric.on_failure = self._suspect
+
+    def join(self) -> None:
+        """Make the default process group."""
+        welcome = self.welcome
+        self.fabric.register()
+        store: Store
+        if self.shadow:
+            sys.excepthook = self._report_crash
+            store = HashStore()
+        else:
+            self._connect(welcome.epoch, welcome.store)
+            self.fabric.start_recording()
+            store = TCPStore(welcome.store.host, welcome.store.port, is_master=False, wait_for_workers=False)
+        self.link.start()
+        dist.init_process_group("leto", store=store, rank=welcome.rank, world_size=welcome.world_size)
+
+    def _connect(self, epoch: int, store: wire.StoreAddress) -> None:
+        self.fabric.connect(epoch, store.host, store.port, time.monotonic() + self.policy.deadlines.rebuild)
+
+    def _report_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
+        """`sys.excepthook` of a shadow: whatever ends its script is the reason why it cannot stand in."""
+        sys.__excepthook__(kind, error, trace)
+        if self.shadow:
+            self.link.send(
+                wire.Unfit(reason=(self.fabric.unfit or f"its script raised {kind.__name__}: {error}")[:2000])
+            )
+
+    # ---- from other threads
+
+    def _abort(self, epoch: int) -> None:
+        self.fabric.abort(epoch, f"a worker of epoch {epoch} failed")
+
+    def _suspect(self, reason: str) -> None:
+        self.link.send(wire.Suspect(epoch=self.fabric.epoch, reason=reason[:2000]))
+
+    # ---- the main thread
+
+    def mark(self, name: str) -> None:
+        """Note when this process reached a point of the recovery (the last time counts)."""
+        self.marks[name] = time.monotonic()
+
+    def on_active(self, function: Callable[[], object]) -> None:
+        """See `leto_elastic.on_active`."""
+        if self.shadow:
+            self._on_active.append(function)
+        else:
+            function()
+
+    def activate(self) -> None:
+        """A shadow has become a trainer: run what waited for that."""
+        waiting, self._on_active = self._on_active, []
+        for function in waiting:
+            function()
+
+    def rejoin(self, plan: wire.Plan | wire.Promote | None, word: int, step: int) -> list[int]:
+        """Join the next epoch that gets together; returns the header words of all ranks.
+
+        Args:
+            plan: the plan at hand, None to wait for one.
+            word: this rank's header word.
+            step: for fault plans.
+        """
+        while True:
+            if plan is None or plan.epoch <= self.fabric.epoch:
+                patience = self.policy.deadlines.plan + self.policy.deadlines.respawn
+                delivery = self.link.wait((wire.Plan,), patience, "a plan after a failure")
+                assert isinstance(delivery.message, wire.Plan)
+                plan = delivery.message
+                if plan.epoch <= self.fabric.epoch:
+                    continue
+            self.mark("plan")
+            try:
+                self.faults.at("rebuild", step)
+                self._connect(plan.epoch, plan.store)
+                rows = self.fabric.exchange([word])
+            except EpochAborted:
+                log.info("epoch %d was given up while it was joined", plan.epoch)
+                plan = None
+                continue
+            self.mark("rebuild")
+            return [row[0] for row in rows]
+
+    def take_stdio(self, fds: list[int]) -> None:
+        """Write to the trainer's stdout and stderr from now on."""
+        for fd, target in zip(fds, (1, 2), strict=False):
+            os.dup2(fd, target)
+            os.close(fd)
+
+
+_current: Session | None = None
+
+
+def current() -> Session:
+    """The session of this process. Raises LetoError before `leto.init()`."""
+    if _current is None:
+        raise LetoError("call leto_elastic.init() first")
+    return _current
+
+
+def start() -> Session:
+    """Make the session of this process; see `leto_elastic.init`."""
+    global _current
+    if _current is not None:
+        raise LetoError("leto_elastic.init() was called twice")
+    path, token = os.environ.get("LETO_SOCKET"), os.environ.get("LETO_TOKEN")
+    if not path or not token:
+        raise LetoError(
+            "leto_elastic.init(): this process was not started by a leto agent. Start the script with "
+            "`torchrun --rdzv-backend=leto --nproc-per-node=N script.py` or `leto run ...`, and leave out "
+            "--standalone, which silently replaces --rdzv-backend by c10d"
+        )
+    session = Session(path, token)
+    _current = session
+    session.join()
+    return session
