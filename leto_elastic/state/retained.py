@@ -238,7 +238,7 @@ class Retained:
         self._revise(extras=name, extras_capacity=capacity)
 
     def refresh_buckets(self) -> bool:
-        """Note DDP's bucket layout again; it is final only after the second step. True when it changed."""
+        """Note DDP's bucket layout again; it is final only after some steps. True when it changed."""
         now = bucket_layout(self.module)
         if now == self.manifest.buckets:
             return False

@@ -42,6 +42,10 @@ from leto_elastic.worker.step import Step
 log = logging.getLogger(__name__)
 
 
+FINAL_BUCKETS = 3
+"""Steps after which DDP's logging data tells the bucket layout that it has used since the second."""
+
+
 class StepLost(CommunicatorLost):
     """Ends the body of a step that cannot be committed in this epoch. Not to be caught."""
 
@@ -95,7 +99,7 @@ class Runner:
         """A shadow that was promoted: take the state over and join the epoch of the plan."""
         self.retained = retained
         self.step = retained.header.position.step
-        self._commits = 2
+        self._commits = FINAL_BUCKETS
         self._install()
         self._recover(plan)
 
@@ -105,7 +109,12 @@ class Runner:
         self.transaction = Transaction(self.retained, session.link.alloc, self._publish, torn)
         session.faults.on_fire = self._last_words
         self._user_step = self.state.optimizer.step
-        self.state.optimizer.step = self._optimizer_step  # type: ignore[method-assign]
+
+        def step(closure: Callable[[], Any] | None = None) -> Any:
+            return self._optimizer_step(closure)
+
+        step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else schedulers warn about a replaced step()
+        self.state.optimizer.step = step  # type: ignore[method-assign]
 
     def _last_words(self) -> None:
         self.retained.header.last_words = time.monotonic()
@@ -259,7 +268,7 @@ class Runner:
         self._commits += 1
         if first:
             self._record_setup()
-        elif self._commits == 2 and retained.refresh_buckets():
+        elif self._commits == FINAL_BUCKETS and retained.refresh_buckets():
             self._publish()
         if in_body and self._report is not None:
             self._send_committed()

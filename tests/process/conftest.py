@@ -1,0 +1,26 @@
+"""Fixtures of the tests with real processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.process.runs import Outcome, Reference, steps_of, train
+
+
+@pytest.fixture(scope="session")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
+    """The outcome of the undisturbed run with these arguments, run once a session."""
+    known: dict[tuple[str, ...], Outcome] = {}
+
+    def run(*args: str) -> Outcome:
+        if args not in known:
+            directory: Path = tmp_path_factory.mktemp("reference")
+            with train(directory / "run", *args) as job:
+                job.expect_success()
+                assert not job.recoveries()
+                known[args] = Outcome(job, steps_of(args))
+        return known[args]
+
+    return run

@@ -1,0 +1,195 @@
+"""A small training job for the tests: everything that must come out bit-identical is in it.
+
+Dropout (random numbers), BatchNorm (buffers that change in forward), a scheduler, gradient clipping, a counter, shuffled
+data over several epochs. Prints `digest rank=R step=N sha256=HEX`, writes `samples.rank<R>.txt`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import random
+import select
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+
+import leto_elastic as leto
+from leto_elastic.testing import faults
+
+
+class Numbers(Dataset[Any]):
+    """Sample i: its id, a vector made from it, a target."""
+
+    def __init__(self, count: int, width: int) -> None:
+        g = torch.Generator().manual_seed(5)
+        self.x = torch.randn(count, width, generator=g)
+        self.y = torch.randn(count, 8, generator=g)
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+        return index, self.x[index], self.y[index]
+
+
+class Samples:
+    """One line of sample ids per committed step; what is noted in the body is written by the commit."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.noted: list[int] = []
+        self.steps = 0
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"noted": self.noted, "steps": self.steps}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.noted, self.steps = state["noted"], state["steps"]
+
+    def flush(self) -> None:
+        lines = self.path.read_text().splitlines() if self.path.exists() else []
+        if len(lines) <= self.steps:
+            with self.path.open("a") as file:
+                file.write(f"{self.steps} {' '.join(map(str, self.noted))}\n")
+        self.steps += 1
+
+
+def build(args: argparse.Namespace) -> nn.Module:
+    torch.manual_seed(1)
+    width = 64
+    layers: list[nn.Module] = []
+    for _ in range(3):
+        layers += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1)]
+    net = nn.Sequential(*layers, nn.Linear(width, 8))
+    if args.parallel == "ddp":
+        return DistributedDataParallel(net)
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in net:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    return fully_shard(net, mesh=mesh)
+
+
+def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
+    sha = hashlib.sha256()
+
+    def add(value: Any) -> None:
+        if isinstance(value, DTensor):
+            value = value.to_local()
+        if isinstance(value, torch.Tensor):
+            value = value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        sha.update(value if isinstance(value, bytes) else repr(value).encode())
+
+    for name, tensor in model.state_dict().items():
+        add(name)
+        add(tensor)
+    for group in optimizer.param_groups:
+        add(sorted((k, v) for k, v in group.items() if k != "params"))
+        for param in group["params"]:
+            for key, value in sorted(optimizer.state[param].items()):
+                add(key)
+                add(value)
+    add(torch.get_rng_state())
+    add(random.getstate())
+    add(np.random.get_state()[1].tobytes())
+    return sha.hexdigest()
+
+
+def hold(run_dir: str, count: int) -> None:
+    """Go on when the shadows of all ranks have been ready so often."""
+    path = Path(run_dir, "events.jsonl")
+    while True:
+        ready: dict[int, int] = {}
+        for line in path.read_text().splitlines():
+            event = json.loads(line) if line.endswith("}") else {}
+            if event.get("event") == "shadow_ready":
+                ready[event["rank"]] = ready.get(event["rank"], 0) + 1
+        if sum(ready.values()) >= count:
+            return
+        select.select([], [], [], 0.02)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--parallel", default="ddp")
+    parser.add_argument("--steps", type=int, default=9)
+    parser.add_argument("--accum", type=int, default=1)
+    parser.add_argument("--hold", default="3:4", help="STEP:COUNT, at STEP wait until COUNT shadows have been ready")
+    parser.add_argument("--optimizer", default="adamw")
+    parser.add_argument("--evaluate", type=int, default=0)
+    parser.add_argument("--pace", type=float, default=0.0, help="shortest seconds a step takes")
+    args = parser.parse_args()
+
+    leto.init()
+    rank = dist.get_rank()
+    faults.point("setup")
+    model = build(args)
+    torch.manual_seed(100 + rank)
+    random.seed(100 + rank)
+    np.random.seed(100 + rank)
+    if args.optimizer == "adamw":
+        optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), 3e-3)
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), 3e-2, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
+    data = Numbers(32 * dist.get_world_size(), 64)
+    loader = DataLoader(data, 8 * args.accum, sampler=DistributedSampler(data, shuffle=True, seed=3), drop_last=True)
+    samples = Samples(Path(leto.run_dir(), f"samples.rank{rank}.txt"))
+    state = leto.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=loader, samples=samples)
+    state.each_step(samples.flush)
+    hold_step, hold_count = map(int, args.hold.split(":"))
+
+    def evaluate() -> None:
+        model.eval()
+        with torch.no_grad():
+            loss = model(torch.randn(4, 64)).square().mean()
+            faults.point("evaluation")
+            dist.all_reduce(loss)
+            model(torch.randn(4, 64))
+        print(f"evaluated rank={rank} step={state_step[0]} loss={loss.item():.6f}", flush=True)
+
+    state_step = [0]
+    if args.evaluate:
+        state.every(args.evaluate, evaluate)
+    for step in leto.steps(state, until=args.steps):
+        began = time.monotonic()
+        with step:
+            state_step[0] = step.number
+            if step.number == hold_step and not step.rehearsal:
+                hold(leto.run_dir(), hold_count)
+            ids, x, y = step.batch
+            samples.noted = ids.tolist()
+            if not step.rehearsal:
+                random.random(), np.random.rand()
+            for micro in range(args.accum):
+                part = slice(micro * 8, micro * 8 + 8)
+                last = micro == args.accum - 1
+                if isinstance(model, DistributedDataParallel) and not last:
+                    with model.no_sync():
+                        (model(x[part]) - y[part]).square().mean().backward()
+                    faults.point("micro", None if step.rehearsal else step.number)
+                else:
+                    (model(x[part]) - y[part]).square().mean().backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if args.pace and not step.rehearsal:
+                select.select([], [], [], max(0.0, began + args.pace - time.monotonic()))
+    print(f"digest rank={rank} step={args.steps} sha256={digest(model, optimizer)}", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
