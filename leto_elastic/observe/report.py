@@ -1,0 +1,73 @@
+"""Events as lines for the terminal. Pure: one event in, one line of text out, or None for what is not worth a line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+_Event = Mapping[str, object]
+
+
+def line(event: _Event) -> str | None:
+    """The line of an event, without its newline, or None.
+
+    Example:
+        >>> line({"event": "shadow_given_up", "slot": 1, "reason": "3 % of the memory is free"})
+        'leto: the shadow of slot 1 was given up: 3 % of the memory is free'
+    """
+    writer = _WRITERS.get(str(event.get("event")))
+    return None if writer is None else f"leto: {writer(event)}"
+
+
+def _recovery(event: _Event) -> str:
+    ranks = event.get("ranks")
+    who = _ranks(ranks if isinstance(ranks, list | tuple) and ranks else [event.get("rank")])
+    how = {"forward": "rolled forward", "rerun": "step run again"}.get(str(event.get("resolution")), "resumed")
+    lost = event.get("lost_steps", 0)
+    phases = event.get("phases_ms")
+    parts = ", ".join(f"{name} {_ms(value)}" for name, value in phases.items()) if isinstance(phases, dict) else ""
+    return (
+        f"recovered {who} ({event.get('cause')}) by {event.get('action')}, {how}, {_count(lost, 'step')} lost, "
+        f"stalled {_ms(event.get('stall_ms'))} ms{f' ({parts})' if parts else ''}, epoch {event.get('epoch')}"
+    )
+
+
+def _failure(event: _Event) -> str:
+    step = event.get("step")
+    where = f" at step {step}, {event.get('phase')}" if step is not None else ""
+    return f"rank {event.get('rank')} (pid {event.get('pid')}) failed: {event.get('cause')}{where}"
+
+
+def _unfit(event: _Event) -> str:
+    return (
+        f"the shadow of slot {event.get('slot')} (rank {event.get('rank')}) cannot stand in: {event.get('reason')}; "
+        "a failure of this rank will start a process from nothing"
+    )
+
+
+def _given_up(event: _Event) -> str:
+    return f"the shadow of slot {event.get('slot')} was given up: {event.get('reason')}"
+
+
+def _restart(event: _Event) -> str:
+    return f"restarting all workers: {event.get('reason')}"
+
+
+_WRITERS: Mapping[str, Callable[[_Event], str]] = {
+    "failure": _failure,
+    "recovery": _recovery,
+    "restart": _restart,
+    "shadow_given_up": _given_up,
+    "shadow_unfit": _unfit,
+}
+
+
+def _ranks(ranks: list[object] | tuple[object, ...]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(str(rank) for rank in ranks)}"
+
+
+def _count(number: object, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
+def _ms(value: object) -> str:
+    return f"{value:.0f}" if isinstance(value, int | float) else "?"

@@ -1,0 +1,1 @@
+"""Pure decisions of a recovery: what to do about a failure, and which step everyone goes on with."""
