@@ -1,0 +1,1 @@
+"""Inside torchrun: the seam, the agent, processes, segments, logs."""
