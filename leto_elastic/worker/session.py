@@ -19,6 +19,7 @@ from leto_elastic.recovery.policy import Policy
 from leto_elastic.state import pack
 from leto_elastic.testing import faults as fault_plans
 from leto_elastic.worker.link import Link
+from leto_elastic.worker.replay import receive_own_broadcasts
 
 log = logging.getLogger(__name__)
 
@@ -37,6 +38,7 @@ class Session:
         self.marks: dict[str, float] = {}
         self.record: dict[str, object] = {}
         self.running = False
+        self._end_replay: Callable[[], None] = lambda: None
         self._on_active: list[Callable[[], object]] = []
         if self.shadow:
             self.record = pack.unpack(os.pread(fd := self.link.welcome_fds[0], os.fstat(fd).st_size, 0))
@@ -61,6 +63,7 @@ class Session:
         store: Store
         if self.shadow:
             sys.excepthook = self._report_crash
+            self._end_replay = receive_own_broadcasts()
             store = HashStore()
         else:
             self._connect(welcome.epoch, welcome.store)
@@ -89,6 +92,11 @@ class Session:
         self.link.send(wire.Suspect(epoch=self.fabric.epoch, reason=reason[:2000]))
 
     # ---- the main thread
+
+    def finish_set_up(self) -> None:
+        """A shadow has come to its first step. Raises ShadowUnfit when its trainer's set-up had more collectives."""
+        self._end_replay()
+        self.fabric.finish_replay()
 
     def mark(self, name: str) -> None:
         """Note when this process reached a point of the recovery (the last time counts)."""

@@ -54,7 +54,7 @@ class ShadowLife:
 
     def live(self) -> Iterator[Step]:
         """Yields the rehearsals; returns when this process has become the slot's trainer and may run steps."""
-        self._session.fabric.finish_replay()
+        self._session.finish_set_up()
         yield from self._rehearse()
         self._session.link.send(wire.Rehearsed())
         retained, promotion = self._park()

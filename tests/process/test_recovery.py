@@ -94,7 +94,9 @@ def test_all_ranks_at_once(tmp_path: Path, reference: Reference) -> None:
         check(job, expected, [0, 1, 2, 3])
 
 
-@pytest.mark.parametrize("second", ["kill rank=0 phase=rebuild", "kill rank=1 phase=attach", "kill rank=3 phase=attach"])
+@pytest.mark.parametrize(
+    "second", ["kill rank=0 phase=rebuild", "kill rank=1 phase=attach", "kill rank=3 phase=attach"]
+)
 def test_second_failure_during_the_recovery(second: str, tmp_path: Path, reference: Reference) -> None:
     """A survivor dies while it reconnects, or the promoted shadow while it attaches."""
     expected = reference("--parallel", "ddp")

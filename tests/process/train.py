@@ -1,7 +1,7 @@
 """A small training job for the tests: everything that must come out bit-identical is in it.
 
-Dropout (random numbers), BatchNorm (buffers that change in forward), a scheduler, gradient clipping, a counter, shuffled
-data over several epochs. Prints `digest rank=R step=N sha256=HEX`, writes `samples.rank<R>.txt`.
+Dropout (random numbers), BatchNorm (buffers that change in forward), a scheduler, gradient clipping, a counter,
+shuffled data over several epochs. Prints `digest rank=R step=N sha256=HEX`, writes `samples.rank<R>.txt`.
 """
 
 from __future__ import annotations
