@@ -99,11 +99,36 @@ def sites(module: nn.Module, optimizer: torch.optim.Optimizer) -> list[Site]:
 def reset(module: nn.Module) -> None:
     """Forget a step that was given up half-way, so that the next forward starts afresh.
 
-    FSDP2 keeps parameters unsharded between forward and backward, and would go on with those stale ones.
+    FSDP2 keeps parameters unsharded between forward and backward, and would go on with those stale ones; and what it
+    has accumulated without reduction.
     """
     for part in module.modules():
-        if isinstance(part, FSDPModule) and part._get_fsdp_state()._is_root:
+        if not isinstance(part, FSDPModule):
+            continue
+        state = part._get_fsdp_state()
+        if state._is_root:
             part.reset_iter_state()
+        for group in state._fsdp_param_groups:
+            for fsdp_param in group.fsdp_params:
+                fsdp_param.unsharded_accumulated_grad = None
+                unsharded = getattr(fsdp_param, "_unsharded_param", None)
+                if unsharded is not None:
+                    unsharded.grad = None
+
+
+def flags(module: nn.Module) -> list[bool]:
+    """What DDP remembers of the last forward: whether the next one broadcasts buffers.
+
+    It must be the same in all ranks, or some wait in a broadcast that others never enter.
+    """
+    return [m.require_forward_param_sync for m in module.modules() if isinstance(m, DistributedDataParallel)]
+
+
+def set_flags(module: nn.Module, values: list[bool]) -> None:
+    """Put `flags` back."""
+    parts = [m for m in module.modules() if isinstance(m, DistributedDataParallel)]
+    for part, value in zip(parts, values, strict=True):
+        part.require_forward_param_sync = value
 
 
 def bucket_layout(module: nn.Module) -> str:

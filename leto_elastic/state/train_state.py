@@ -11,7 +11,7 @@ from torch import nn
 from leto_elastic.errors import StateError
 from leto_elastic.state import pack, rng
 from leto_elastic.state.data import DataCursor
-from leto_elastic.state.model import local
+from leto_elastic.state.model import flags, local, set_flags
 
 
 class Section(NamedTuple):
@@ -117,6 +117,7 @@ class TrainState:
             {
                 "rng": rng.capture(),
                 "buffers": {n: local(b) for n, b in self.model.named_buffers() if b.layout is torch.strided},
+                "flags": flags(self.model),
                 "data": position,
                 "groups": groups,
                 "scalars": scalars if any(scalars) else [],
@@ -135,6 +136,7 @@ class TrainState:
             for name, buffer in self.model.named_buffers():
                 if name in extras["buffers"]:
                     local(buffer).copy_(extras["buffers"][name])
+        set_flags(self.model, extras["flags"])
         for group, kept in zip(self.optimizer.param_groups, extras["groups"], strict=True):
             for key, value in kept.items():
                 if isinstance(value, torch.Tensor) and isinstance(group.get(key), torch.Tensor):

@@ -31,7 +31,7 @@ from leto_elastic.errors import CommunicatorLost, LetoError, StateError
 from leto_elastic.recovery.resolution import Resolution, resolve
 from leto_elastic.state import layout, pack, rng
 from leto_elastic.state.header import Phase, Position
-from leto_elastic.state.model import local, reset
+from leto_elastic.state.model import flags, local, reset, set_flags
 from leto_elastic.state.retained import Retained
 from leto_elastic.state.train_state import TrainState
 from leto_elastic.state.transaction import Transaction
@@ -343,7 +343,7 @@ class Runner:
     def _run_section(self, index: int) -> None:
         fabric = self.session.fabric
         modes = [(module, module.training) for module in self.state.model.modules()]
-        random = rng.capture()
+        random, sync = rng.capture(), flags(self.state.model)
         fabric.tolerant = True
         try:
             self.state.sections[index].run()
@@ -354,6 +354,7 @@ class Runner:
         finally:
             fabric.tolerant = False
             rng.restore(random)
+            set_flags(self.state.model, sync)
             for module, training in modes:
                 module.training = training
         if fabric.poisoned:

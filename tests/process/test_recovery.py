@@ -108,8 +108,10 @@ def test_second_failure_during_the_recovery(second: str, tmp_path: Path, referen
         check(job, expected, sorted(ranks))
 
 
-def test_gradients_are_accumulated_in_the_step(tmp_path: Path, reference: Reference) -> None:
-    args = ("--parallel", "ddp", "--accum", "2")
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_gradients_are_accumulated_in_the_step(parallel: str, tmp_path: Path, reference: Reference) -> None:
+    """Killed after a micro-step that does not reduce gradients (`no_sync`, `set_requires_gradient_sync`)."""
+    args = ("--parallel", parallel, "--accum", "2")
     expected = reference(*args)
     with train(tmp_path / "run", *args, faults="kill rank=1 step=5 phase=micro") as job:
         check(job, expected, [1])

@@ -7,6 +7,7 @@ shuffled data over several epochs. Prints `digest rank=R step=N sha256=HEX`, wri
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import random
@@ -20,13 +21,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 import leto_elastic as leto
 from leto_elastic.testing import faults
+
+WIDTH = 128
 
 
 class Numbers(Dataset[Any]):
@@ -68,9 +71,9 @@ class Samples:
 
 def build(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(1)
-    width = 64
+    width = WIDTH
     layers: list[nn.Module] = []
-    for _ in range(3):
+    for _ in range(4):
         layers += [nn.Linear(width, width), nn.BatchNorm1d(width), nn.GELU(), nn.Dropout(0.1)]
     net = nn.Sequential(*layers, nn.Linear(width, 8))
     if args.parallel == "ddp":
@@ -144,7 +147,7 @@ def main() -> None:
     else:
         optimizer = torch.optim.SGD(model.parameters(), 3e-2, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 50)
-    data = Numbers(32 * dist.get_world_size(), 64)
+    data = Numbers(32 * dist.get_world_size(), WIDTH)
     loader = DataLoader(data, 8 * args.accum, sampler=DistributedSampler(data, shuffle=True, seed=3), drop_last=True)
     samples = Samples(Path(leto.run_dir(), f"samples.rank{rank}.txt"))
     state = leto.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=loader, samples=samples)
@@ -154,10 +157,10 @@ def main() -> None:
     def evaluate() -> None:
         model.eval()
         with torch.no_grad():
-            loss = model(torch.randn(4, 64)).square().mean()
+            loss = model(torch.randn(4, WIDTH)).square().mean()
             faults.point("evaluation")
             dist.all_reduce(loss)
-            model(torch.randn(4, 64))
+            model(torch.randn(4, WIDTH))
         print(f"evaluated rank={rank} step={state_step[0]} loss={loss.item():.6f}", flush=True)
 
     state_step = [0]
@@ -176,12 +179,13 @@ def main() -> None:
             for micro in range(args.accum):
                 part = slice(micro * 8, micro * 8 + 8)
                 last = micro == args.accum - 1
-                if isinstance(model, DistributedDataParallel) and not last:
-                    with model.no_sync():
-                        (model(x[part]) - y[part]).square().mean().backward()
-                    faults.point("micro", None if step.rehearsal else step.number)
-                else:
+                if isinstance(model, FSDPModule):
+                    model.set_requires_gradient_sync(last)
+                alone = isinstance(model, DistributedDataParallel) and not last
+                with model.no_sync() if alone else contextlib.nullcontext():
                     (model(x[part]) - y[part]).square().mean().backward()
+                if not last and not step.rehearsal:
+                    faults.point("micro", step.number)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
