@@ -49,6 +49,7 @@ class Job:
             launcher += ["--standalone"]
             options = [*options, f"--run-dir={directory}"]
         environment = dict(os.environ, **{MARK: str(directory)}, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "examples"))
+        environment["TMPDIR"] = str(directory)
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # plain gloo restarts fail without it
         self._steps: list[list[StepRecord]] = [[] for _ in range(ranks)]
         self._read = [0] * ranks

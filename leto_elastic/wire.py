@@ -164,12 +164,17 @@ class Plan(Message, frozen=True):
 class Promote(Message, frozen=True):
     """Become the slot's trainer in `epoch`. Fds: stdout, stderr of the trainer.
 
-    If `version` is newer than what the shadow attached, an `Attach` precedes this message.
+    A store with port 0: the training is over, only what follows the loop is to be done, without communicators. If
+    `version` is newer than what the shadow attached, an `Attach` precedes this message.
     """
 
     epoch: int
     version: int
     store: StoreAddress
+
+
+class Release(Message, frozen=True):
+    """Every rank has committed the last step, though a worker died since: leave `leto.steps` without another epoch."""
 
 
 class Stop(Message, frozen=True):
@@ -181,7 +186,7 @@ class Stop(Message, frozen=True):
 FromWorker = (
     Hello | Alloc | SetupRecord | Manifest | Committed | Suspect | Rehearsed | Ready | Unfit | Finished | Failing
 )
-FromAgent = Welcome | Segment | Refused | Attach | Abort | Plan | Promote | Stop
+FromAgent = Welcome | Segment | Refused | Attach | Abort | Plan | Promote | Release | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -43,10 +43,11 @@ def ended(pid: int, seconds: float) -> bool:
 
 
 @pytest.fixture(scope="session", autouse=True)
-def nothing_left_behind() -> Iterator[None]:
+def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail the session if a process started by a test, or a segment with a name, outlives it."""
     session = uuid.uuid4().hex
     os.environ[MARK] = session
+    os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))  # torchrun leaves its log directories there
     segments = set(Path("/dev/shm").iterdir())
     yield
     left = {pid: command for pid, command in marked(session).items() if not ended(pid, 5.0)}

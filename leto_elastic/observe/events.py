@@ -33,6 +33,7 @@ EVENTS: Mapping[str, frozenset[str]] = {
     "recovery": frozenset(
         {"epoch", "cause", "rank", "ranks", "action", "resolution", "lost_steps", "stall_ms", "phases_ms"}
     ),
+    "replaced": frozenset({"rank", "slot", "pid"}),
     "suspect": frozenset({"rank", "epoch", "reason"}),
     "restart": frozenset({"reason"}),
     "run_finished": frozenset({"state"}),

@@ -48,6 +48,10 @@ def _given_up(event: _Event) -> str:
     return f"the shadow of slot {event.get('slot')} was given up: {event.get('reason')}"
 
 
+def _replaced(event: _Event) -> str:
+    return f"rank {event.get('rank')} was replaced after its last step by process {event.get('pid')}"
+
+
 def _restart(event: _Event) -> str:
     return f"restarting all workers: {event.get('reason')}"
 
@@ -55,6 +59,7 @@ def _restart(event: _Event) -> str:
 _WRITERS: Mapping[str, Callable[[_Event], str]] = {
     "failure": _failure,
     "recovery": _recovery,
+    "replaced": _replaced,
     "restart": _restart,
     "shadow_given_up": _given_up,
     "shadow_unfit": _unfit,

@@ -68,6 +68,7 @@ class Runner:
         self._first_batch: Any = None
         self._setup = b""
         self._fresh: list[int] = []
+        self._released = False  # every rank has committed the last step
         self._stepped = False
         self._voted = False
         self._report: str | None = "start"  # resolution to report with the next commit
@@ -125,9 +126,10 @@ class Runner:
             try:
                 self._run_sections()
                 if self.step >= self.until:
-                    if self._finish():
-                        return
-                    continue
+                    if not self._released:
+                        self._barrier()
+                    self._finish()
+                    return
             except StepLost:
                 self._recover()
                 continue
@@ -360,8 +362,8 @@ class Runner:
         if fabric.poisoned:
             raise StepLost(fabric.reason)
 
-    def _finish(self) -> bool:
-        """Wait until every rank has committed the last step."""
+    def _barrier(self) -> None:
+        """Wait until every rank has committed the last step. Raises StepLost."""
         session = self.session
         header = self.retained.header
         header.position = header.position._replace(step=self.step, phase=Phase.DONE, chunk=0)
@@ -369,10 +371,11 @@ class Runner:
             raise StepLost(session.fabric.reason)
         if self._report is not None:
             self._send_committed()
-        session.link.send(wire.Finished(step=self.step))
+
+    def _finish(self) -> None:
+        self.session.link.send(wire.Finished(step=self.step))
         assert self._user_step is not None
         self.state.optimizer.step = self._user_step  # type: ignore[method-assign]
-        return True
 
     # ---- after a failure
 
@@ -382,6 +385,9 @@ class Runner:
         session.mark("abort")
         plan: wire.Plan | wire.Promote | None = promotion
         words = session.rejoin(plan, header.position.pack(), self.step)
+        if words is None:
+            self._released = True
+            words = [header.position.pack()] * session.welcome.world_size
         header.epoch = session.fabric.epoch
         resolution = resolve({rank: Position.unpack(word) for rank, word in enumerate(words)})
         own = resolution.action[session.rank]

@@ -115,8 +115,10 @@ class Session:
         for function in waiting:
             function()
 
-    def rejoin(self, plan: wire.Plan | wire.Promote | None, word: int, step: int) -> list[int]:
+    def rejoin(self, plan: wire.Plan | wire.Promote | None, word: int, step: int) -> list[int] | None:
         """Join the next epoch that gets together; returns the header words of all ranks.
+
+        None: no further epoch is needed, since every rank has committed the last step.
 
         Args:
             plan: the plan at hand, None to wait for one.
@@ -126,11 +128,16 @@ class Session:
         while True:
             if plan is None or plan.epoch <= self.fabric.epoch:
                 patience = self.policy.deadlines.plan + self.policy.deadlines.respawn
-                delivery = self.link.wait((wire.Plan,), patience, "a plan after a failure")
-                assert isinstance(delivery.message, wire.Plan)
-                plan = delivery.message
+                why = f"a plan after a failure ({self.fabric.reason or 'this process was just promoted'})"
+                message = self.link.wait((wire.Plan, wire.Release), patience, why).message
+                if isinstance(message, wire.Release):
+                    return None
+                assert isinstance(message, wire.Plan)
+                plan = message
                 if plan.epoch <= self.fabric.epoch:
                     continue
+            if plan.store.port == 0:
+                return None
             self.mark("plan")
             try:
                 self.faults.at("rebuild", step)

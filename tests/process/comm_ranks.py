@@ -76,7 +76,7 @@ class Rank:
             try:
                 main(rank, Channel(there))
                 status = 0
-            except BaseException:
+            except BaseException:  # noqa: BLE001 - the end of a process
                 traceback.print_exc()
             finally:
                 sys.stdout.flush()

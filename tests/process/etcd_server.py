@@ -36,7 +36,7 @@ def run(test: Callable[[], Coroutine[Any, Any, T]]) -> T:
             result = await test()
         left = asyncio.all_tasks() - {asyncio.current_task()}
         # A call that was cancelled has a task of grpc's, which ends once its thread has heard of it.
-        ours = {task for task in left if "_AioCall" not in repr(task.get_coro())}
+        ours = {task for task in left if "_AioCall" not in repr(task)}
         assert not ours, f"tasks left behind: {ours}"
         if left:
             await asyncio.wait(left)
@@ -45,7 +45,7 @@ def run(test: Callable[[], Coroutine[Any, Any, T]]) -> T:
     result = asyncio.run(guarded())
     gc.collect()  # the last of grpc's objects takes its threads and their sockets along, a moment later
     deadline = time.monotonic() + LIMIT
-    while _descriptors() != descriptors and time.monotonic() < deadline:
+    while (_descriptors() != descriptors or threading.active_count() != threads) and time.monotonic() < deadline:
         time.sleep(0.001)
     assert _descriptors() == descriptors
     assert threading.active_count() == threads
@@ -56,8 +56,16 @@ def _descriptors() -> list[str]:
     links = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists the directory
-            links.append(os.readlink(entry))
+            links.append(str(entry.readlink()))
     return sorted(link for link in links if link.startswith(("socket:", "pipe:", "anon_inode:[pidfd")))
+
+
+def pause(pid: int) -> None:
+    """SIGSTOP a process, and wait until all its threads stand still: the signal reaches them one by one."""
+    os.kill(pid, signal.SIGSTOP)
+    deadline = time.monotonic() + LIMIT
+    while {stat.read_text().rpartition(") ")[2][0] for stat in Path(f"/proc/{pid}/task").glob("*/stat")} != {"T"}:
+        assert time.monotonic() < deadline
 
 
 async def eventually(condition: Callable[[], Awaitable[bool]]) -> None:
@@ -183,11 +191,16 @@ class Server:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    def etcdctl(self, *arguments: str) -> None:
+    def etcdctl(self, *arguments: str, stdin: str = "") -> None:
         """Run etcd's own client, over plain HTTP."""
         binary = Path(find_binary()).with_name("etcdctl")
-        command = [str(binary), f"--endpoints={','.join(self.endpoints)}", *arguments]
-        subprocess.run(command, check=True, capture_output=True, timeout=LIMIT)
+        deadlines = [f"--{name}-timeout={LIMIT:g}s" for name in ("dial", "command")]
+        command = [str(binary), f"--endpoints={','.join(self.endpoints)}", *deadlines, *arguments]
+        subprocess.run(command, check=True, capture_output=True, timeout=LIMIT, input=stdin.encode())
+
+    def forget_tokens(self, user: str) -> None:
+        """Make every token of a user invalid, by giving it the password that it has."""
+        self.etcdctl("--user=root:rootpw", "user", "passwd", user, "--interactive=false", stdin=f"{user}pw")
 
     def enable_users(self) -> None:
         """Users root/rootpw, ann/annpw who may use /leto/, and bob/bobpw who may not."""
@@ -199,9 +212,13 @@ class Server:
         self.etcdctl("user", "grant-role", "ann", "leto")
         self.etcdctl("auth", "enable")
 
-    def signal(self, number: signal.Signals, member: int = 0) -> None:
-        """Send a signal to a member."""
-        self._processes[member].send_signal(number)
+    def pause(self, member: int = 0) -> None:
+        """SIGSTOP a member."""
+        pause(self._processes[member].pid)
+
+    def resume(self, member: int = 0) -> None:
+        """SIGCONT a member."""
+        self._processes[member].send_signal(signal.SIGCONT)
 
     def kill(self, *members: int) -> None:
         """SIGKILL members (all by default) and reap them."""

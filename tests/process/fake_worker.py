@@ -1,7 +1,7 @@
 """A worker without torch: speaks `leto_elastic.wire` with its agent as a trainer or a shadow would, one line at a time.
 
 Its "training" is a counter in its header segment; the ranks of an epoch meet in files of the run directory. Faults are
-named by the environment: `FAKE_FAULT="<what> <rank>"`, each once per job.
+named by the environment: `FAKE_FAULT="<what> <rank>"`, each once per job; `FAKE_ALWAYS` likewise, every time.
 """
 
 from __future__ import annotations
@@ -49,6 +49,9 @@ class Fake:
 
     def fault(self, what: str) -> None:
         """End here by SIGKILL if the environment says so, once per job."""
+        for entry in os.environ.get("FAKE_ALWAYS", "").split(";"):
+            if entry.split() == [what, str(self.rank)]:
+                os.kill(os.getpid(), signal.SIGKILL)
         for entry in os.environ.get("FAKE_FAULT", "").split(";"):
             if entry.split() == [what, str(self.rank)]:
                 try:
@@ -98,9 +101,8 @@ class Fake:
         self.marks = {"abort": time.monotonic()}
         while True:
             message, _ = self.receive()
-            if isinstance(message, wire.Plan):
-                if self.join(message.epoch):
-                    return
+            if isinstance(message, wire.Plan) and self.join(message.epoch):
+                return
 
     def join(self, epoch: int) -> bool:
         """Meet the others in an epoch and commit; False when it is aborted meanwhile."""

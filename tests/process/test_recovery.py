@@ -132,6 +132,16 @@ def test_killed_during_set_up(tmp_path: Path) -> None:
         assert not job.recoveries()
 
 
+def test_killed_after_the_last_step(tmp_path: Path, reference: Reference) -> None:
+    """Nothing is missing but what the script does after its loop; only this rank does it again."""
+    expected = reference("--parallel", "ddp")
+    with train(tmp_path / "run", "--parallel", "ddp", faults="kill rank=2 phase=after") as job:
+        job.expect_success()
+        assert not job.recoveries()
+        assert [e["rank"] for e in job.events() if e["event"] == "replaced"] == [2]
+        assert Outcome(job, 9) == expected
+
+
 def test_shadow_killed_while_parked(tmp_path: Path, reference: Reference) -> None:
     args = ("--parallel", "ddp", "--hold", "3:5")
     expected = reference("--parallel", "ddp")

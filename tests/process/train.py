@@ -191,6 +191,7 @@ def main() -> None:
             optimizer.zero_grad()
             if args.pace and not step.rehearsal:
                 select.select([], [], [], max(0.0, began + args.pace - time.monotonic()))
+    faults.point("after")
     print(f"digest rank={rank} step={args.steps} sha256={digest(model, optimizer)}", flush=True)
     dist.destroy_process_group()
 

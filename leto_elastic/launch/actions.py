@@ -1,0 +1,112 @@
+"""What the job's state machine asks its shell to do. Pure records; `Supervisor` carries them out in order."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from leto_elastic import wire
+from leto_elastic.recovery.policy import FailureClass
+
+Kind = Literal["trainer", "shadow", "respawn"]
+"""What a process is started as. A `respawn` is a shadow in a hurry: not niced, promoted as soon as it is ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spawn:
+    """Start a process for a slot."""
+
+    slot: int
+    kind: Kind
+
+
+@dataclass(frozen=True, slots=True)
+class Send:
+    """Send a message to a process, with descriptors that stay ours."""
+
+    key: int
+    message: wire.FromAgent
+    fds: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class HandOver:
+    """Make a parked process the trainer of its slot: as `Send`, with the slot's stdout and stderr; then renice it."""
+
+    key: int
+    message: wire.Promote
+
+
+@dataclass(frozen=True, slots=True)
+class Hurry:
+    """A shadow that was still starting is needed now: take its niceness away and start its `respawn` deadline."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Kill:
+    """SIGKILL a process."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Death:
+    """A failure of a rank."""
+
+    rank: int
+    slot: int
+    pid: int
+    code: int
+    cause: FailureClass
+    step: int
+    phase: str
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """Write a failure record for `epoch`."""
+
+    epoch: int
+    death: Death
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Write a slot's record."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Emit:
+    """Write an event, and its line on the terminal when it has one."""
+
+    event: str
+    fields: dict[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """Every rank committed in `epoch`: what was kept for earlier epochs and their failures can go."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Restart:
+    """Stop the whole group and start it again."""
+
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """The job is over; `reason` is None when it succeeded."""
+
+    reason: str | None
+
+
+Action = Spawn | Send | HandOver | Hurry | Kill | Report | Publish | Emit | Settled | Restart | End

@@ -1,0 +1,119 @@
+"""What the agent knows about its slots and their processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from leto_elastic.launch.actions import Death, Kind
+from leto_elastic.recovery.policy import FailureClass, ShadowState
+from leto_elastic.state.header import Position
+
+
+class Blob(NamedTuple):
+    """A memfd with `size` bytes of content, owned by the agent; `version` orders manifests."""
+
+    fd: int
+    size: int
+    version: int = 0
+
+
+class HeaderView(Protocol):
+    """Of a trainer's header, what the agent reads and resets."""
+
+    last_words: float
+
+    @property
+    def valid(self) -> bool: ...
+
+    @property
+    def position(self) -> Position: ...
+
+
+class Held(Protocol):
+    """The segments of a slot, as the state machine sees them."""
+
+    fds: dict[str, int]
+    sizes: dict[str, int]
+
+    @property
+    def header(self) -> HeaderView | None: ...
+
+
+@dataclass
+class Member:
+    """A live process of a slot."""
+
+    key: int
+    slot: int
+    kind: Kind
+    pid: int
+    greeted: bool = False
+    rehearsed: bool = False
+    ready: bool = False
+    dismissed: bool = False  # killed because memory was short
+    attached: int = -1  # version of the manifest it was given
+    failing: str | None = None
+
+
+@dataclass
+class Slot:
+    """A place for one worker of this node."""
+
+    index: int
+    rank: int
+    held: Held
+    trainer: Member | None = None
+    standby: Member | None = None
+    spawning: bool = False  # a standby was asked for and has not been started yet
+    record: Blob | None = None
+    manifest: Blob | None = None
+    finished: bool = False
+    done: bool = False
+    death: Death | None = None  # not yet covered by a plan
+    awaiting: bool = False  # covered by a plan, no trainer yet
+    alone: bool = False  # replaced after the training was over, which is done once
+    unfit: bool = False
+    quick_deaths: int = 0
+
+    @property
+    def protected(self) -> bool:
+        return self.manifest is not None
+
+    @property
+    def shadow(self) -> ShadowState:
+        """As the leader sees it."""
+        if self.standby is not None:
+            return "ready" if self.standby.ready else "starting"
+        return "unfit" if self.unfit else "none"
+
+    def position(self) -> Position | None:
+        """Where the slot's trainer is or was; None before it has a header."""
+        header = self.held.header
+        return header.position if header is not None and header.valid else None
+
+    def died(self, noticed: float) -> float:
+        """When the trainer ended: its last words if it left some, else when it was noticed."""
+        header = self.held.header
+        if header is None or not header.valid or header.last_words <= 0.0:
+            return noticed
+        words, header.last_words = header.last_words, 0.0
+        return min(words, noticed)
+
+    def mourn(self, member: Member, code: int) -> Death:
+        """The record of a trainer's end."""
+        position = self.position()
+        if code < 0:
+            cause = FailureClass.SIGNAL
+        else:
+            cause = FailureClass.EXCEPTION if member.failing is not None else FailureClass.EXIT
+        return Death(
+            rank=self.rank,
+            slot=self.index,
+            pid=member.pid,
+            code=code,
+            cause=cause,
+            step=position.step if position else 0,
+            phase=position.phase.name.lower() if position else "setup",
+            chunk=position.chunk if position else 0,
+        )

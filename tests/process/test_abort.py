@@ -1,0 +1,48 @@
+"""A blocked rank wakes in milliseconds, whatever has become of its peers, and everything is rebuilt."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.process.comm_ranks import run_script
+
+WOKEN = 1.0  # seconds; measured 2 to 12 ms, and 60 s without the abort
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("sign", ["SIGKILL", "SIGSTOP"])
+def test_a_spare_takes_the_rank_of_a_lost_one(sign: str) -> None:
+    result = run_script("comm_abort.py", sign, "once")
+    assert len(result["woken"]) == 3
+    assert max(result["woken"]) < WOKEN
+    assert result["given_up"] == [0, 0, 0, 0]
+    assert result["exits"] == [0, 0, 0, 0]
+
+
+@pytest.mark.process
+def test_a_second_failure_while_connecting() -> None:
+    result = run_script("comm_abort.py", "SIGKILL", "again")
+    assert result["given_up"] == [1, 1, 1, 0]
+    assert result["rejoined"] < 10.0
+    assert result["exits"] == [0, 0, 0, 0]
+
+
+@pytest.mark.process
+def test_every_operation_wakes_and_nothing_grows() -> None:
+    """50 aborts, no descriptor and no thread more."""
+    result = run_script("comm_cycles.py")
+    for (before, after), slowest, wrong, innocent in result["reports"]:
+        assert wrong == []
+        assert after == before
+        assert max(slowest.values(), default=0.0) < WOKEN
+        assert innocent == "still here"
+    assert result["exits"] == [0, 0]
+
+
+@pytest.mark.process
+def test_a_receive_from_any_source_wakes() -> None:
+    """Apart, because gloo keeps a thread of each until its timeout."""
+    result = run_script("comm_cycles.py", "recv from any")
+    (_, slowest, wrong, _), _ = result["reports"]
+    assert wrong == []
+    assert slowest["recv from any"] < WOKEN
