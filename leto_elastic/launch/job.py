@@ -323,7 +323,10 @@ class Job:
         slot = self.slots[self.members[key].slot]
         first = slot.manifest is None
         slot.manifest = blob
-        return [*([Publish(slot.index)] if first else []), *self.shadows_wanted()]
+        actions: list[Action] = [Publish(slot.index)] if first else []
+        if slot.standby is not None and slot.standby.rehearsed:  # now, and not at its promotion
+            actions.append(self._attach(slot, slot.standby))
+        return [*actions, *self.shadows_wanted()]
 
     def committed(self, key: int, commit: wire.Committed, now: float) -> list[Action]:
         """A rank's first commit in an epoch."""

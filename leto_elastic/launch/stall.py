@@ -50,7 +50,7 @@ class Stall:
         ends = [commit.marks.get("first_step", now) for commit in commits.values()]
         ranks = sorted({death.rank for death in self.deaths})
         first = self.deaths[0]
-        forward = any(commit.resolution == "forward" for commit in commits.values())
+        forward = any(commits[rank].resolution == "forward" for rank in ranks)
         return {
             "epoch": epoch,
             "cause": str(first.cause),

@@ -92,8 +92,10 @@ class ShadowLife:
         while True:
             delivery = link.wait((wire.Attach, wire.Promote), None, "promotion")
             if isinstance(delivery.message, wire.Attach):
+                first = retained is None
                 retained = self._attach(delivery.message, delivery)
-                link.send(wire.Ready())
+                if first:
+                    link.send(wire.Ready())
                 continue
             promotion = delivery.message
             assert isinstance(promotion, wire.Promote)

@@ -122,6 +122,10 @@ def test_killed_during_evaluation(tmp_path: Path, reference: Reference) -> None:
     expected = reference(*args)
     with train(tmp_path / "run", *args, faults="kill rank=1 step=5 phase=evaluation") as job:
         check(job, expected, [1])
+        lines = [line for line in job.output().splitlines() if line.startswith("evaluated")]
+    assert len(lines) == 12, "3 evaluations by 4 ranks, each reported once"
+    losses = {line.split("step=")[1] for line in lines}
+    assert len(losses) == 3, "all ranks report the same, and nothing that came out of a lost collective"
 
 
 def test_killed_during_set_up(tmp_path: Path) -> None:

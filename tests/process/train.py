@@ -161,15 +161,13 @@ def main() -> None:
             faults.point("evaluation")
             dist.all_reduce(loss)
             model(torch.randn(4, WIDTH))
-        print(f"evaluated rank={rank} step={state_step[0]} loss={loss.item():.6f}", flush=True)
+        print(f"evaluated rank={rank} step={samples.steps} loss={loss.item():.6f}", flush=True)
 
-    state_step = [0]
     if args.evaluate:
         state.every(args.evaluate, evaluate)
     for step in leto.steps(state, until=args.steps):
         began = time.monotonic()
         with step:
-            state_step[0] = step.number
             if step.number == hold_step and not step.rehearsal:
                 hold(leto.run_dir(), hold_count)
             ids, x, y = step.batch

@@ -147,13 +147,13 @@ def test_a_plan_promotes_and_tells_the_survivors() -> None:
     assert of(Spawn, settled) == [Spawn(1, "shadow")]
 
 
-def test_a_promoted_shadow_gets_segments_that_are_newer_than_its_own() -> None:
+def test_a_parked_shadow_gets_newer_segments_at_once_and_not_at_its_promotion() -> None:
     told = Told().parked()
-    told.job.laid_out(1, Blob(99, 8, version=3))
+    (attach,) = told.job.laid_out(1, Blob(99, 8, version=3))
+    assert attach == Send(4, wire.Attach(3, 8, ["header", "weights"], [4096, 100]), (99, 50, 51))
     told.job.exited(1, -9, 1.0)
-    first, second, *_ = told.plan(1, s1="promote")
-    assert first == Send(4, wire.Attach(3, 8, ["header", "weights"], [4096, 100]), (99, 50, 51))
-    assert second == HandOver(4, wire.Promote(1, 3, STORE))
+    first, *_ = told.plan(1, s1="promote")
+    assert first == HandOver(4, wire.Promote(1, 3, STORE))
 
 
 def test_survivors_wait_until_a_respawned_process_is_ready() -> None:
