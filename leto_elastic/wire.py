@@ -161,6 +161,10 @@ class Plan(Message, frozen=True):
     store: StoreAddress
 
 
+class Prepare(Message, frozen=True):
+    """To a parked shadow: its trainer is dead, and a `Promote` will follow once that is decided. Read the state."""
+
+
 class Promote(Message, frozen=True):
     """Become the slot's trainer in `epoch`. Fds: stdout, stderr of the trainer.
 
@@ -186,7 +190,7 @@ class Stop(Message, frozen=True):
 FromWorker = (
     Hello | Alloc | SetupRecord | Manifest | Committed | Suspect | Rehearsed | Ready | Unfit | Finished | Failing
 )
-FromAgent = Welcome | Segment | Refused | Attach | Abort | Plan | Promote | Release | Stop
+FromAgent = Welcome | Segment | Refused | Attach | Abort | Plan | Prepare | Promote | Release | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

@@ -144,7 +144,9 @@ class Job:
             newest = max((position.step for position in positions), default=death.step)
             self._stall = Stall(died=died, noticed=noticed, newest=newest)
         self._stall.deaths.append(death)
-        return [Report(self.epoch, death)]
+        standby = slot.standby
+        warning = [Send(standby.key, wire.Prepare())] if standby is not None and standby.ready else []
+        return [Report(self.epoch, death), *warning]
 
     def _abort(self) -> list[Action]:
         first, self._aborted = not self._aborted, True

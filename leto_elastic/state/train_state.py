@@ -88,9 +88,9 @@ class TrainState:
     def every(self, steps: int, function: Callable[[], object]) -> None:
         """Run `function` after each `steps`-th step has been committed, as a section that may use collectives.
 
-        When a failure interrupts it, its next collective raises CommunicatorLost (let it pass), and it is run again from
-        its beginning. Random numbers that it draws do not change the training's, modules get their train/eval mode
-        back. It must not train: no backward through DDP or FSDP modules.
+        When a failure interrupts it, its next collective raises CommunicatorLost (let it pass), and it is run again
+        from its beginning. Random numbers that it draws do not change the training's, modules get their train/eval
+        mode back. It must not train: no backward through DDP or FSDP modules.
         """
         if steps < 1:
             raise StateError(f"state.every({steps}, ...): the period must be at least 1 step")

@@ -68,6 +68,7 @@ class Runner:
         self._first_batch: Any = None
         self._setup = b""
         self._fresh: list[int] = []
+        self._adopted: tuple[str, Position] | None = None
         self._released = False  # every rank has committed the last step
         self._stepped = False
         self._voted = False
@@ -96,11 +97,44 @@ class Runner:
         self.retained.header.position = Position(0, Phase.COMPUTE)
         self._install()
 
-    def resume(self, retained: Retained, plan: wire.Promote) -> None:
-        """A shadow that was promoted: take the state over and join the epoch of the plan."""
+    def prepare(self, retained: Retained) -> None:
+        """A shadow whose trainer has died: read what it will need, while its promotion is decided.
+
+        Where its rank stands tells what will be resolved, but for a rank between its vote and the vote's result.
+        """
+        self._take(retained)
+        position = retained.header.position
+        if position.phase is Phase.UPDATE:
+            self._adopt("forward")
+        elif position.phase is not Phase.VOTE:
+            self._adopt("rerun")
+            if position.step < self.until:
+                self._open()
+
+    def _take(self, retained: Retained) -> None:
+        if self._adopted is not None and self.retained is not retained:
+            self._adopted = None  # it was attached again since it was read
         self.retained = retained
         self.step = retained.header.position.step
         self._commits = FINAL_BUCKETS
+
+    def _adopt(self, action: str) -> None:
+        """Read the extras for this action into a process that was a shadow, once."""
+        position = self.retained.header.position
+        if self._adopted == (action, position):
+            return
+        self._batch_step = -1
+        slot = position.slot + (action == "forward")
+        data = self.state.restore(self.retained.extras.read(slot), cursor=True)
+        if action == "forward":
+            self._after = data
+        else:
+            self._before = data
+        self._adopted = (action, position)
+
+    def resume(self, retained: Retained, plan: wire.Promote) -> None:
+        """A shadow that was promoted: take the state over and join the epoch of the plan."""
+        self._take(retained)
         self._install()
         self._recover(plan)
 
@@ -408,17 +442,19 @@ class Runner:
 
     def _roll_forward(self, *, adopt: bool) -> None:
         """The vote of this step passed somewhere, so all gradients are whole: finish it from the segments."""
-        header = self.retained.header
         if adopt:
-            self._after = self.state.restore(self.retained.extras.read(header.position.slot + 1), cursor=True)
+            self._adopt("forward")
         self.transaction.load_gradients()
         self._update()
         self._commit(in_body=False)
 
     def _rewind(self, *, adopt: bool) -> None:
         """Nobody has changed anything for this step: back to its start."""
-        position = self.retained.header.position
-        self._before = self.state.restore(self.retained.extras.read(position.slot), cursor=adopt)
+        if adopt:
+            self._adopt("rerun")
+        else:
+            slot = self.retained.header.position.slot
+            self._before = self.state.restore(self.retained.extras.read(slot), cursor=False)
         self._drop_gradients(check=False)
 
 

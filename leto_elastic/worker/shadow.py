@@ -90,23 +90,24 @@ class ShadowLife:
         link = self._session.link
         retained: Retained | None = None
         while True:
-            delivery = link.wait((wire.Attach, wire.Promote), None, "promotion")
-            if isinstance(delivery.message, wire.Attach):
+            delivery = link.wait((wire.Attach, wire.Prepare, wire.Promote), None, "promotion")
+            message = delivery.message
+            if isinstance(message, wire.Attach):
                 first = retained is None
-                retained = self._attach(delivery.message, delivery)
+                retained = self._attach(message, delivery)
                 if first:
                     link.send(wire.Ready())
                 continue
-            promotion = delivery.message
-            assert isinstance(promotion, wire.Promote)
-            self._session.take_stdio(delivery.fds)
             assert self._manifest is not None
             assert retained is not None
-            self._runner.step = retained.header.position.step
-            self._session.faults.at("attach", self._runner.step)
-            if self._manifest.at(retained.header.position.step) is not retained.manifest:
+            step = retained.header.position.step
+            if self._manifest.at(step) is not retained.manifest:
                 retained = self._build(self._manifest)  # the layout was about to change when the trainer died
-            return retained, promotion
+            if isinstance(message, wire.Promote):
+                self._session.take_stdio(delivery.fds)
+                self._session.faults.at("attach", step)
+                return retained, message
+            self._runner.prepare(retained)
 
     def _attach(self, message: wire.Attach, delivery: Delivery) -> Retained:
         for fd, _ in self._segments.values():

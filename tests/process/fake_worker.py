@@ -142,6 +142,8 @@ class Fake:
         self.attach()
         wire.send(self.sock, wire.Ready())
         message, fds = self.receive()
+        while isinstance(message, wire.Prepare):
+            message, fds = self.receive()
         if isinstance(message, wire.Stop):
             return
         if isinstance(message, wire.Attach):
