@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -24,10 +25,13 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import HashStore, Store, Work
 
+from leto_elastic.comm import quiet
 from leto_elastic.comm.group import LetoGroup
 from leto_elastic.comm.inner import GlooEpoch
+from leto_elastic.comm.quiet import Parked
 from leto_elastic.comm.record import Recorder, Replay
 from leto_elastic.comm.store import StoreClients
+from leto_elastic.comm.work import LetoWork
 from leto_elastic.errors import CommunicatorLost, EpochAborted, LetoError, ShadowUnfit
 
 BACKEND = "leto"
@@ -81,11 +85,15 @@ class Fabric:
         self.on_failure: Callable[[str], None] | None = None
         self._timeout = timedelta(seconds=timeout)
         self._rebuild = rebuild
-        self._nccl = nccl
+        self.nccl = nccl
         self._groups: list[LetoGroup] = []
         self._recorder: Recorder | None = None
         self._replay = Replay(replay) if replay is not None else None
         self._clients = StoreClients()
+        self._works: weakref.WeakSet[LetoWork] = weakref.WeakSet()  # under way, or over and still referred to
+        self._stuck: list[LetoWork] = []  # abandoned operations of the inner groups at hand
+        self._parked = Parked()
+        self._settling = threading.Lock()
         self._lock = threading.RLock()
         self._generation: GlooEpoch | None = None  # the epoch that is connected or being connected
         self._building = False
@@ -131,6 +139,13 @@ class Fabric:
         with self._lock:
             if group in self._groups:
                 self._groups.remove(group)
+        self._let_go(group)
+
+    def track(self, work: LetoWork) -> LetoWork:
+        """Remember an operation under way, so that an abort can end it."""
+        with self._lock:
+            self._works.add(work)
+        return work
 
     # ---- epochs
 
@@ -145,7 +160,7 @@ class Fabric:
         CommunicatorLost when the deadline passes (naming the ranks that did not come). Main thread only.
         """
         self._release()
-        generation = GlooEpoch(epoch, self.rank, self.world_size, self._nccl)
+        generation = GlooEpoch(epoch, self.rank, self.world_size, self.nccl)
         with self._lock:
             self._refuse_aborted(epoch)
             self._generation = generation
@@ -210,14 +225,29 @@ class Fabric:
             raise EpochAborted(f"epoch {epoch} was aborted: {self._abort_reason}")
 
     def _release(self) -> None:
-        """Let go of the inner groups. Their connections end first: a pending operation would block their end."""
+        """Let go of the inner groups. Their operations end first: one that is pending would block their end."""
         generation = self._generation
         if generation is not None:
             generation.sever()
+            self._settle(generation)
+        self._parked.release()
         for group in self._groups:
-            group.inner = None
+            self._let_go(group)
         with self._lock:
             self._generation = None
+            self._stuck.clear()
+
+    def _settle(self, generation: GlooEpoch) -> None:
+        with self._settling:
+            with self._lock:
+                works = [work for work in self._works if work.epoch == generation.number]
+            self._stuck += quiet.settle(works, generation.sever)
+
+    def _let_go(self, group: LetoGroup) -> None:
+        inner, group.inner = group.inner, None
+        works = [work for work in self._stuck if work.owner == id(inner)]
+        if inner is not None and works:
+            self._parked.add(inner, works)
 
     def abort(self, epoch: int, reason: str) -> None:
         """End `epoch`: poison it and wake whoever is blocked in it, or in connecting it. Any thread; idempotent."""
@@ -231,6 +261,7 @@ class Fabric:
                 return
         generation.sever()
         self._interrupt(generation)
+        self._settle(generation)
 
     def poison(self, reason: str) -> None:
         """From now on collectives of this epoch are lost."""
@@ -250,10 +281,6 @@ class Fabric:
             self.poison(reason)
         if announce and self.on_failure is not None:
             self.on_failure(reason)
-
-    def lost(self, epoch: int) -> bool:
-        """Whether `epoch` is poisoned or over."""
-        return self.poisoned or epoch != self.epoch
 
     def forgives(self, epoch: int) -> bool:
         """Whether a lost collective of `epoch` has to look finished."""
@@ -328,9 +355,5 @@ class Fabric:
         epoch, inner = self.epoch, self._groups[0].inner if self._groups else None
         if self.poisoned or inner is None:
             return False
-        try:
-            inner.allreduce([values]).wait()
-        except RuntimeError as error:
-            self.failed(epoch, str(error).partition("\n")[0])
-            return False
-        return True
+        work = LetoWork(self, epoch, inner.allreduce([values]), [values], owner=id(inner))
+        return self.track(work).join()

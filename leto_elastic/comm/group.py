@@ -23,13 +23,14 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Store, Work
 
 from leto_elastic.comm import loopback
-from leto_elastic.comm.work import AnySourceWork, LetoWork
+from leto_elastic.comm.work import LetoWork, PointToPointWork
 
 if TYPE_CHECKING:
     from leto_elastic.comm.fabric import Fabric
 
 # Operations that talk to a peer when they are called; the others are only queued, and an error is the caller's mistake.
-_IMMEDIATE = frozenset({"send", "recv", "recv_anysource", "monitored_barrier"})
+_POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
+_IMMEDIATE = _POINT_TO_POINT | {"monitored_barrier"}
 
 
 def _forward(op: str) -> Any:
@@ -134,7 +135,6 @@ class LetoGroup(dist.ProcessGroup):
     def shutdown(self) -> None:
         """Called by `destroy_process_group`: the group takes part in no later epoch."""
         self._fabric.forget(self)
-        self.inner = None
 
     def split_group(self, new_ranks: list[int], *args: Any, **kwargs: Any) -> dist.ProcessGroup | None:
         """A group of some ranks of this one; see `torch.distributed.split_group`. None for ranks that are not in it."""
@@ -175,8 +175,10 @@ class LetoGroup(dist.ProcessGroup):
                 raise
             fabric.failed(epoch, str(error).partition("\n")[0])
             return self._lost(epoch, outputs)
-        kind = AnySourceWork if op == "recv_anysource" else LetoWork
-        return kind(fabric, epoch, work, outputs, on_done=on_done)
+        if op in _POINT_TO_POINT:
+            return fabric.track(PointToPointWork(fabric, epoch, work, outputs, on_done=on_done))
+        slices = not fabric.nccl or bool(outputs and outputs[0].is_cpu)
+        return fabric.track(LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices))
 
     def _lost(self, epoch: int, outputs: list[torch.Tensor]) -> Work:
         if not self._fabric.forgives(epoch):

@@ -79,9 +79,7 @@ class GlooEpoch:
     def _await_all(self, store: Store, keys: list[str], deadline: float) -> None:
         started = time.monotonic()
         while not store.check(keys):
-            if self._stop.wait(_POLL):
-                raise CommunicatorLost(f"epoch {self.number}: interrupted")
-            if time.monotonic() > deadline:
+            if self._stop.wait(_POLL) or time.monotonic() > deadline:
                 missing = [rank for rank, key in enumerate(keys) if not store.check([key])]
                 waited = time.monotonic() - started
                 raise CommunicatorLost(f"epoch {self.number}: ranks {missing} did not come within {waited:.1f} s")
@@ -120,11 +118,11 @@ class GlooEpoch:
             group._register_backend(torch.device("cuda"), dist.ProcessGroup.BackendType.GLOO, gloo)
         return group
 
-    def sever(self) -> None:
-        """End all connections between this rank and its peers. Idempotent."""
-        sockets.shut_down(self._listeners, self._peers)
+    def sever(self) -> bool:
+        """End all connections between this rank and its peers. Idempotent; whether there were any left to end."""
         for backend in self._accelerated:
             backend.abort()
+        return sockets.shut_down(self._listeners, self._peers) > 0
 
     def interrupt(self) -> None:
         """`sever`, and wake whoever is in `open` or `build`. The epoch is of no use after that."""

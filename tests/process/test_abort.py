@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 
 from tests.process.comm_ranks import run_script
@@ -46,3 +48,14 @@ def test_a_receive_from_any_source_wakes() -> None:
     (_, slowest, wrong, _), _ = result["reports"]
     assert wrong == []
     assert slowest["recv from any"] < WOKEN
+
+
+@pytest.mark.process
+def test_a_collective_that_gloo_forgets() -> None:
+    result = run_script("comm_stuck.py")
+    assert result["parked"] == 1, "gloo was not stuck: this test tests nothing any more"
+    assert result["poisoned"]
+    assert result["woken"] < WOKEN
+    assert result["correct"]
+    assert result["exits"] == [0]
+    assert time.monotonic() - result["end"] < 10.0, "the interpreter's end waited for gloo"

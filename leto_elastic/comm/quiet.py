@@ -1,0 +1,100 @@
+"""When may tensors be used again that an aborted collective worked on?
+
+After an abort most collectives end by themselves within a few milliseconds. Some sleep on in gloo (see `work`) and must
+be abandoned: their group is kept alive, since its destructor would wait for them, until gloo's timeout ends them. But a
+thread that still *computes* on the user's tensors must never be left behind. One that sleeps cannot go on: everything
+that could wake it came over a connection, and they are closed. So a collective is abandoned only when no connection of
+its epoch is left and all of gloo's worker threads have slept through a whole interval. (gloo never closes a connection
+on which it expects the rest of a message for a buffer that is gone; after a while open ones are disregarded.)
+"""
+
+from __future__ import annotations
+
+import ctypes
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch.distributed as dist
+
+from leto_elastic.comm.work import LetoWork
+
+_WORKER = "pt_gloo_runloop"  # name of gloo's worker threads in torch
+_INTERVAL = 0.005  # seconds that they have to sleep
+_LOOK = 0.001  # seconds between two looks at what is still pending
+_CLOSING = 0.2  # seconds after which connections that are still open are disregarded
+
+
+class _Activity(NamedTuple):
+    asleep: bool
+    switches: tuple[str, ...]
+
+
+def _activity() -> dict[str, _Activity]:
+    """State and context switches of each of gloo's worker threads in this process."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            lines = (task / "status").read_text().splitlines()
+        except (FileNotFoundError, ProcessLookupError):
+            continue  # ended meanwhile
+        fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
+        if fields.get("Name") == _WORKER:
+            switches = tuple(value for name, value in fields.items() if name.endswith("ctxt_switches"))
+            found[task.name] = _Activity(fields.get("State", "").startswith("S"), switches)
+    return found
+
+
+def _asleep() -> bool:
+    before = _activity()
+    time.sleep(_INTERVAL)
+    after = _activity()
+    return before == after and all(activity.asleep for activity in after.values())
+
+
+def settle(works: Iterable[LetoWork], connected: Callable[[], bool]) -> list[LetoWork]:
+    """Wait until the works of an ended epoch are over or asleep for good; the latter are abandoned and returned.
+
+    `connected` says whether a connection of the epoch is left.
+    """
+    pending = [work for work in works if not work.over]
+    start = time.monotonic()
+    while pending:
+        if (not connected() or time.monotonic() - start > _CLOSING) and _asleep():
+            pending = [work for work in pending if not work.over]
+            for work in pending:
+                work.abandon()
+            return pending
+        time.sleep(_LOOK)
+        pending = [work for work in pending if not work.over]
+    return []
+
+
+class Parked:
+    """Groups that cannot be destroyed yet.
+
+    They are also held by a reference that only `release` gives back, so that the end of the interpreter does not
+    destroy, and wait for, them either.
+    """
+
+    def __init__(self) -> None:
+        self._groups: list[tuple[dist.ProcessGroup, list[LetoWork]]] = []
+
+    def __len__(self) -> int:
+        return len(self._groups)
+
+    def add(self, group: dist.ProcessGroup, works: list[LetoWork]) -> None:
+        """Keep `group` until all of `works` are over."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
+        self._groups.append((group, works))
+
+    def release(self) -> None:
+        """Let go of those whose works are over."""
+        kept = []
+        for group, works in self._groups:
+            if all(work.over for work in works):
+                ctypes.pythonapi.Py_DecRef(ctypes.py_object(group))
+            else:
+                kept.append((group, works))
+        self._groups = kept
