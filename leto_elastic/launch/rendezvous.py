@@ -78,7 +78,6 @@ class LetoRendezvousHandler(RendezvousHandler):
     def __init__(self, parameters: LaunchParameters) -> None:
         self.parameters = parameters
         self._stores = Stores(_STORE_TIMEOUT)
-        self._meetings = 0
         self._closed = False
 
     def get_backend(self) -> str:
@@ -91,10 +90,8 @@ class LetoRendezvousHandler(RendezvousHandler):
     def next_rendezvous(self) -> RendezvousInfo:
         if self._closed:
             raise RendezvousClosedError
-        self._meetings += 1
-        address = self._stores.make(self._meetings)
-        self._stores.drop_before(self._meetings)
-        store: Store = self._stores.server(self._meetings)
+        address = self._stores.fresh()
+        store: Store = self._stores.server
         return RendezvousInfo(store, 0, 1, RendezvousStoreInfo(address.host, address.port))
 
     def is_closed(self) -> bool:

@@ -1,4 +1,9 @@
-"""The c10d stores of a job: one fresh server per epoch, in the agent, so that no worker's death takes one along."""
+"""The c10d store of a job: a server in the agent, so that no worker's death takes it along.
+
+One server serves all epochs of one start of the group; keys are prefixed by epoch, and a worker keeps its connection
+(see `comm.store` for what a new one can cost). A restart of the whole group gets a fresh server, since scripts that
+call `dist.init_process_group` themselves use keys without a prefix.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +19,21 @@ _BACKLOG = 2048
 
 
 class Stores:
-    """Store servers by epoch; they listen on loopback only, on a port that the kernel chose."""
+    """The server at hand; it listens on loopback only, on a port that the kernel chose."""
 
     def __init__(self, timeout: float) -> None:
         self._timeout = timedelta(seconds=timeout)
-        self._servers: dict[int, tuple[TCPStore, StoreAddress]] = {}
+        self._server: TCPStore | None = None
+        self._address = StoreAddress(_HOST, 0)
 
-    def make(self, epoch: int) -> StoreAddress:
-        """The address of the epoch's server, which is started if there is none."""
-        if epoch not in self._servers:
+    def make(self) -> StoreAddress:
+        """The server's address; it is started if there is none."""
+        if self._server is None:
             with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
                 sock.bind((_HOST, 0))
                 sock.listen(_BACKLOG)
                 port: int = sock.getsockname()[1]
-                store = TCPStore(
+                self._server = TCPStore(
                     _HOST,
                     port,
                     None,
@@ -36,22 +42,21 @@ class Stores:
                     wait_for_workers=False,
                     master_listen_fd=sock.detach(),
                 )
-            self._servers[epoch] = (store, StoreAddress(_HOST, port))
-        return self._servers[epoch][1]
+            self._address = StoreAddress(_HOST, port)
+        return self._address
 
-    def server(self, epoch: int) -> TCPStore:
-        """The server itself. Raises KeyError when the epoch has none."""
-        return self._servers[epoch][0]
+    def fresh(self) -> StoreAddress:
+        """As `make`, never a server that was used before."""
+        self.close()
+        return self.make()
 
-    def fresh(self, epoch: int) -> StoreAddress:
-        """As `make`, never one that was used before."""
-        self._servers.pop(epoch, None)
-        return self.make(epoch)
-
-    def drop_before(self, epoch: int) -> None:
-        """End the servers of earlier epochs."""
-        for old in [known for known in self._servers if known < epoch]:
-            del self._servers[old]
+    @property
+    def server(self) -> TCPStore:
+        """The server itself. Raises RuntimeError when there is none."""
+        if self._server is None:
+            raise RuntimeError("no store was made")
+        return self._server
 
     def close(self) -> None:
-        self._servers.clear()
+        """End the server."""
+        self._server = None

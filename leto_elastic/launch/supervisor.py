@@ -134,7 +134,7 @@ class Supervisor:
 
     def _start_group(self, attempt: int, epoch: int) -> None:
         self._job = self._new_job(attempt, epoch)
-        self._store = self._stores.fresh(epoch)
+        self._store = self._stores.fresh()
         self._host.group_starting(attempt)
         ranks = range(self._settings.world_size)
         added = {rank: self._host.worker_env(rank, attempt, self._store) for rank in ranks}
@@ -331,8 +331,8 @@ class Supervisor:
         self._store = plan.store
         self._do(self._job.plan(plan, time.monotonic()))
 
-    async def _make_store(self, epoch: int) -> tuple[str, int]:
-        address = self._stores.make(epoch)
+    async def _make_store(self, _epoch: int) -> tuple[str, int]:
+        address = self._stores.make()
         return address.host, address.port
 
     def _tick(self) -> None:
@@ -370,7 +370,6 @@ class Supervisor:
             case act.Emit():
                 self._emit(action.event, action.fields)
             case act.Settled():
-                self._stores.drop_before(action.epoch)
                 self._failures.clear()
             case act.Restart():
                 self.broken(_Restarting(action.reason))

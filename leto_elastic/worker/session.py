@@ -10,7 +10,6 @@ from collections.abc import Callable
 from types import TracebackType
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import HashStore, Store, TCPStore
 
 from leto_elastic import wire
 from leto_elastic.comm.fabric import Fabric
@@ -60,20 +59,17 @@ class Session:
         """Make the default process group."""
         welcome = self.welcome
         self.fabric.register()
-        store: Store
+        self.link.start()
         if self.shadow:
             sys.excepthook = self._report_crash
             self._end_replay = receive_own_broadcasts()
-            store = HashStore()
         else:
             self._connect(welcome.epoch, welcome.store)
             self.fabric.start_recording()
-            store = TCPStore(welcome.store.host, welcome.store.port, is_master=False, wait_for_workers=False)
-        self.link.start()
-        dist.init_process_group("leto", store=store, rank=welcome.rank, world_size=welcome.world_size)
+        dist.init_process_group("leto", store=self.fabric.store, rank=welcome.rank, world_size=welcome.world_size)
 
     def _connect(self, epoch: int, store: wire.StoreAddress) -> None:
-        self.fabric.connect(epoch, store.host, store.port, time.monotonic() + self.policy.deadlines.rebuild)
+        self.fabric.connect(epoch, store.host, store.port, self.policy.deadlines.rebuild)
 
     def _report_crash(self, kind: type[BaseException], error: BaseException, trace: TracebackType | None, /) -> None:
         """`sys.excepthook` of a shadow: whatever ends its script is the reason why it cannot stand in."""

@@ -56,6 +56,7 @@ class ShadowLife:
         """Yields the rehearsals; returns when this process has become the slot's trainer and may run steps."""
         self._session.finish_set_up()
         yield from self._rehearse()
+        self._session.fabric.prepare(self._session.welcome.store.host, self._session.welcome.store.port)
         self._session.link.send(wire.Rehearsed())
         retained, promotion = self._park()
         self._session.shadow = False

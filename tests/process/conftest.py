@@ -14,10 +14,10 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     """The outcome of the undisturbed run with these arguments, run once a session."""
     known: dict[tuple[str, ...], Outcome] = {}
 
-    def run(*args: str) -> Outcome:
+    def run(*args: str, deadline: float = 90.0) -> Outcome:
         if args not in known:
             directory: Path = tmp_path_factory.mktemp("reference")
-            with train(directory / "run", *args) as job:
+            with train(directory / "run", *args, deadline=deadline) as job:
                 job.expect_success()
                 assert not job.recoveries()
                 known[args] = Outcome(job, steps_of(args))

@@ -22,9 +22,9 @@ def test_fifty_kills(tmp_path: Path, reference: Reference) -> None:
     Rank 0 is never hit, so that its memory, descriptors and threads (and the agent's) can be compared.
     """
     choice = random.Random(4)
-    args = ("--parallel", "fsdp", "--steps", str(STEPS), "--hold", "3:4", "--pace", "0.15")
-    expected = reference("--parallel", "fsdp", "--steps", str(STEPS), "--hold", "3:4")
-    with train(tmp_path / "run", *args, deadline=400) as job:
+    args = ("--parallel", "ddp", "--steps", str(STEPS))
+    expected = reference(*args, deadline=200)
+    with train(tmp_path / "run", *args, "--pace", "0.12", deadline=400) as job:
         job.wait_event("shadow_ready", count=4)
         survivor = trainers(job)[0]
         early: list[Resources] = []

@@ -41,7 +41,7 @@ def main() -> None:
             model(torch.randn(4, 8)).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
-    print(f"name rank={rank} {received['name']} pid={os.getpid()}", flush=True)
+    print(f"name rank={rank} {received['name']} pid={os.getpid()}\n", end="", flush=True)
 
 
 if __name__ == "__main__":

@@ -161,7 +161,7 @@ def main() -> None:
             faults.point("evaluation")
             dist.all_reduce(loss)
             model(torch.randn(4, WIDTH))
-        print(f"evaluated rank={rank} step={samples.steps} loss={loss.item():.6f}", flush=True)
+        print(f"evaluated rank={rank} step={samples.steps} loss={loss.item():.6f}\n", end="", flush=True)
 
     if args.evaluate:
         state.every(args.evaluate, evaluate)
@@ -190,7 +190,7 @@ def main() -> None:
             if args.pace and not step.rehearsal:
                 select.select([], [], [], max(0.0, began + args.pace - time.monotonic()))
     faults.point("after")
-    print(f"digest rank={rank} step={args.steps} sha256={digest(model, optimizer)}", flush=True)
+    print(f"digest rank={rank} step={args.steps} sha256={digest(model, optimizer)}\n", end="", flush=True)
     dist.destroy_process_group()
 
 
