@@ -33,7 +33,7 @@ class TrainState:
             `state_dict`/`load_state_dict` its position is kept, else a replacement gets there by fast-forward.
         elementwise: whether the optimizer updates each parameter without looking at others; None: as is known of
             torch.optim's own.
-        objects: further objects with `state_dict` and `load_state_dict` (a GradScaler, an EMA, counters), kept with
+        objects: further objects with `state_dict` and `load_state_dict` (an EMA, counters), kept with
             each step.
 
     Raises:
@@ -70,6 +70,11 @@ class TrainState:
         self.sections: list[Section] = []
         kept = {**self.objects, "scheduler": scheduler} if scheduler is not None else self.objects
         for name, value in kept.items():
+            if isinstance(value, torch.amp.GradScaler):
+                raise StateError(
+                    f"TrainState({name}=...): a GradScaler changes after the optimizer's step, outside of the "
+                    "transaction, and is not supported; train in bfloat16, which needs none"
+                )
             if not (callable(getattr(value, "state_dict", None)) and callable(getattr(value, "load_state_dict", None))):
                 raise StateError(
                     f"TrainState({name}=...): {type(value).__name__} has no state_dict and load_state_dict, "

@@ -72,13 +72,13 @@ class Transaction:
         self._torn = torn
         self._tail_done = -1
 
-    def save_gradients(self) -> None:
-        """Copy all gradients to their segment. Raises StateError for one that cannot be kept."""
+    def save_gradients(self, *, apply: bool = True) -> None:
+        """Copy all gradients to their segment (none, unless `apply`). Raises StateError for one that cannot be kept."""
         r = self._retained
         targets: list[torch.Tensor] = []
         sources: list[torch.Tensor] = []
         for index, target in enumerate(r.gradients):
-            grad = r.sites[index].param.grad
+            grad = r.sites[index].param.grad if apply else None
             r.gradient_mask[index] = grad is not None
             if grad is None:
                 continue
@@ -139,6 +139,13 @@ class Transaction:
         if tail and self._tail_done != position.step:
             self._run_tail(fresh, total)
         return fresh
+
+    def skip(self) -> list[int]:
+        """A step without an update: as `run` when everything is done."""
+        header = self._retained.header
+        chunks = len(self._retained.manifest.chunks)
+        header.position = header.position._replace(phase=Phase.UPDATE, chunk=chunks, torn=False)
+        return []
 
     def _run_tail(self, fresh: Sequence[int], total: int) -> None:
         r = self._retained

@@ -71,7 +71,6 @@ class Runner:
         self._adopted: tuple[str, Position] | None = None
         self._released = False  # every rank has committed the last step
         self._stepped = False
-        self._voted = False
         self._report: str | None = "start"  # resolution to report with the next commit
         self._commits = 0
         self._user_step: Callable[..., Any] | None = None
@@ -186,7 +185,7 @@ class Runner:
                 self._first_batch = self._batch
         else:
             rng.restore(self._rng_after)
-        self._stepped = self._voted = False
+        self._stepped = False
         return Step(self, self.step, self._batch, rehearsal=False)
 
     # ---- one step, called by it
@@ -197,13 +196,15 @@ class Runner:
         self._release = fault_hooks.arm(self.session.faults, self.state.model, step.number)
         try:
             self.session.faults.at("compute", step.number)
-        except BaseException as error:
+        except Exception as error:
+            self.session.fabric.tolerant = False
             self._failing(error)
             raise
 
     def leave(self, step: Step, error: BaseException | None) -> bool:
         """The body ended. True: what it raised was a consequence of a failure elsewhere, and is dealt with."""
         fabric = self.session.fabric
+        fabric.tolerant = False
         self._release()
         if error is not None and not isinstance(error, Exception):
             return False
@@ -216,9 +217,9 @@ class Runner:
             self._failing(error)
             return False
         try:
-            if not self._stepped:
-                self._vote()
-                self._update()
+            if not self._stepped:  # nothing to apply: a step of its own all the same
+                self._vote(apply=False)
+                self._fresh = self.transaction.skip()
             self._commit(in_body=True)
         except StepLost:
             step.outcome = "lost"
@@ -226,12 +227,10 @@ class Runner:
         except Exception as failure:
             self._failing(failure)
             raise
-        fabric.tolerant = False
         step.outcome = "committed"
         return False
 
     def _failing(self, error: BaseException) -> None:
-        self.session.fabric.tolerant = False
         self.session.link.send(wire.Failing(step=self.step, reason=f"{type(error).__name__}: {error}"[:2000]))
 
     def _optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -260,12 +259,12 @@ class Runner:
             hook(optimizer, (), {})
         return result
 
-    def _vote(self) -> None:
+    def _vote(self, *, apply: bool = True) -> None:
         """Save what the update needs, then learn that every rank has. Raises StepLost."""
         session = self.session
         if session.fabric.poisoned:
             raise StepLost(session.fabric.reason)
-        self.transaction.save_gradients()
+        self.transaction.save_gradients(apply=apply)
         header = self.retained.header
         self._write_extras(header.position.slot + 1, self._after)
         header.position = header.position._replace(step=self.step, phase=Phase.VOTE, torn=False, chunk=0)
