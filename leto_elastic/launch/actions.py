@@ -31,10 +31,17 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class HandOver:
-    """Make a parked process the trainer of its slot: as `Send`, with the slot's stdout and stderr; then renice it."""
+    """Make a parked process the trainer of its slot: as `Send`, with the slot's stdout and stderr; not niced."""
 
     key: int
     message: wire.Promote
+
+
+@dataclass(frozen=True, slots=True)
+class Warn:
+    """The trainer of a parked shadow is dead: take its niceness away and have it read the state."""
+
+    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,4 +116,4 @@ class End:
     reason: str | None
 
 
-Action = Spawn | Send | HandOver | Hurry | Kill | Report | Publish | Emit | Settled | Restart | End
+Action = Spawn | Send | HandOver | Warn | Hurry | Kill | Report | Publish | Emit | Settled | Restart | End

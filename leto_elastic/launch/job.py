@@ -36,6 +36,7 @@ from leto_elastic.launch.actions import (
     Send,
     Settled,
     Spawn,
+    Warn,
 )
 from leto_elastic.launch.slots import Blob, Held, Member, Slot
 from leto_elastic.launch.stall import Stall
@@ -145,7 +146,7 @@ class Job:
             self._stall = Stall(died=died, noticed=noticed, newest=newest)
         self._stall.deaths.append(death)
         standby = slot.standby
-        warning = [Send(standby.key, wire.Prepare())] if standby is not None and standby.ready else []
+        warning = [Warn(standby.key)] if standby is not None and standby.ready else []
         return [Report(self.epoch, death), *warning]
 
     def _abort(self) -> list[Action]:

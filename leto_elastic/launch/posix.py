@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import resource
 import signal
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_CAP_SYS_NICE = 23
 
 _libc = ctypes.CDLL(None, use_errno=True)
 
@@ -32,6 +35,17 @@ def die_with_parent(parent: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
+
+
+def may_lower_niceness() -> bool:
+    """Whether this process may undo niceness of its own processes: CAP_SYS_NICE, or a limit that allows niceness 0."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NICE)
+    if soft == resource.RLIM_INFINITY or soft >= 20:
+        return True
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("CapEff:"):
+            return bool(int(line.split()[1], 16) >> _CAP_SYS_NICE & 1)
+    return False
 
 
 def retitle(arguments: list[str]) -> None:

@@ -25,6 +25,7 @@ from leto_elastic.launch.deciding import Decider, SlotState
 from leto_elastic.launch.forker import Forker
 from leto_elastic.launch.job import Job, PlanView
 from leto_elastic.launch.logs import Logs, open_shadow_log
+from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
 from leto_elastic.launch.segments import Memory, MemoryGauge, Segments
 from leto_elastic.launch.slots import Blob, Member
@@ -353,13 +354,16 @@ class Supervisor:
             case act.HandOver():
                 assert self._logs is not None
                 member = self._job.members[action.key]
-                self._crew.send(action.key, action.message, self._logs.streams(member.slot))
                 self._crew.renice(action.key, 0)
+                self._crew.send(action.key, action.message, self._logs.streams(member.slot))
                 self._host.trainer_started(member.slot, member.pid)
             case act.Report():
                 self._decider.report(action.epoch, action.death)
             case act.Spawn():
                 self._spawn(action.slot, action.kind)
+            case act.Warn():
+                self._crew.renice(action.key, 0)
+                self._crew.send(action.key, wire.Prepare())
             case act.Hurry():
                 self._crew.renice(action.key, 0)
                 self._crew.deadline(action.key, self._policy.deadlines.respawn)
@@ -389,7 +393,7 @@ class Supervisor:
         if kind != "trainer":
             own = stdout = stderr = open_shadow_log(self._settings.run_dir, slot, self._shadow_logs)
             self._shadow_logs += 1
-        nice = self._policy.shadow.nice if kind == "shadow" else 0
+        nice = self._policy.shadow.nice if kind == "shadow" and may_lower_niceness() else 0
         key = self._crew.spawn(Order(self._settings.entry, slot, self._envs[slot], nice, stdout, stderr))
         self._spawning[key] = (slot, kind)
         if own is not None:

@@ -196,7 +196,7 @@ class Runner:
         self._release = fault_hooks.arm(self.session.faults, self.state.model, step.number)
         try:
             self.session.faults.at("compute", step.number)
-        except Exception as error:
+        except Exception as error:  # boundary: told to the agent, then raised
             self.session.fabric.tolerant = False
             self._failing(error)
             raise
@@ -224,7 +224,7 @@ class Runner:
         except StepLost:
             step.outcome = "lost"
             return True
-        except Exception as failure:
+        except Exception as failure:  # boundary: told to the agent, then raised
             self._failing(failure)
             raise
         step.outcome = "committed"
@@ -382,7 +382,7 @@ class Runner:
         random, sync = rng.capture(), flags(self.state.model)
         try:
             self.state.sections[index].run()
-        except Exception as error:
+        except Exception as error:  # boundary: told to the agent and raised, unless a lost communicator explains it
             if not fabric.poisoned:
                 self._failing(error)
                 raise

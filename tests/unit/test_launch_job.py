@@ -21,6 +21,7 @@ from leto_elastic.launch.actions import (
     Send,
     Settled,
     Spawn,
+    Warn,
 )
 from leto_elastic.launch.job import Job, PlanView
 from leto_elastic.launch.slots import Blob
@@ -126,7 +127,8 @@ def test_a_second_death_in_an_aborted_epoch_does_not_abort_again() -> None:
     told = Told().parked()
     told.job.exited(1, -9, 1.0)
     actions = told.job.exited(2, -9, 1.0)
-    assert of(Send, actions) == [Send(5, wire.Prepare())], "its shadow is warned"
+    assert of(Send, actions) == []
+    assert of(Warn, actions) == [Warn(5)], "its shadow is warned"
     assert len(of(Report, actions)) == 1
 
 
@@ -211,7 +213,7 @@ def test_a_death_in_an_epoch_that_is_being_built_aborts_it() -> None:
     told.plan(1, s1="promote")
     told.job.committed(0, wire.Committed(1, 5, "rerun", {}), 2.0)
     actions = told.job.exited(2, -9, 2.0)
-    assert of(Send, actions) == [Send(0, wire.Abort(1)), Send(4, wire.Abort(1)), Send(5, wire.Prepare())]
+    assert of(Send, actions) == [Send(0, wire.Abort(1)), Send(4, wire.Abort(1))]
     assert told.job.committed(4, wire.Committed(1, 5, "rerun", {}), 2.0) == [], "an aborted epoch is never settled"
     assert [action.key for action in of(HandOver, told.plan(2, s2="promote"))] == [5]
     settled = told.commit_all(2, 0, 4, 5)
