@@ -28,14 +28,15 @@ import torch
 
 from leto_elastic import wire
 from leto_elastic.errors import CommunicatorLost, LetoError, StateError
-from leto_elastic.recovery.resolution import Resolution, resolve
-from leto_elastic.state import layout, pack, rng
+from leto_elastic.recovery.resolution import resolve
+from leto_elastic.state import rng
 from leto_elastic.state.header import Phase, Position
 from leto_elastic.state.model import flags, local, reset, set_flags
 from leto_elastic.state.retained import Retained
 from leto_elastic.state.train_state import TrainState
 from leto_elastic.state.transaction import Transaction
 from leto_elastic.worker import fault_hooks
+from leto_elastic.worker.reports import Reports
 from leto_elastic.worker.session import Session
 from leto_elastic.worker.step import Step
 
@@ -71,7 +72,7 @@ class Runner:
         self._adopted: tuple[str, Position] | None = None
         self._released = False  # every rank has committed the last step
         self._stepped = False
-        self._report: str | None = "start"  # resolution to report with the next commit
+        self._reports = Reports(session, "start")
         self._commits = 0
         self._user_step: Callable[..., Any] | None = None
         self._release: Callable[[], None] = lambda: None
@@ -198,7 +199,7 @@ class Runner:
             self.session.faults.at("compute", step.number)
         except Exception as error:  # boundary: told to the agent, then raised
             self.session.fabric.tolerant = False
-            self._failing(error)
+            self._reports.failing(self.step, error)
             raise
 
     def leave(self, step: Step, error: BaseException | None) -> bool:
@@ -214,7 +215,7 @@ class Runner:
             step.outcome = "lost"
             return True
         if error is not None:
-            self._failing(error)
+            self._reports.failing(self.step, error)
             return False
         try:
             if not self._stepped:  # nothing to apply: a step of its own all the same
@@ -225,13 +226,10 @@ class Runner:
             step.outcome = "lost"
             return True
         except Exception as failure:  # boundary: told to the agent, then raised
-            self._failing(failure)
+            self._reports.failing(self.step, failure)
             raise
         step.outcome = "committed"
         return False
-
-    def _failing(self, error: BaseException) -> None:
-        self.session.link.send(wire.Failing(step=self.step, reason=f"{type(error).__name__}: {error}"[:2000]))
 
     def _optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = self.state.optimizer
@@ -302,11 +300,13 @@ class Runner:
         self.step = following
         self._commits += 1
         if first:
-            self._record_setup()
+            self._reports.setup(self._setup, self._first_batch)
+            self._first_batch = None
+            self._publish()
         elif self._commits == FINAL_BUCKETS and retained.refresh_buckets():
             self._publish()
-        if in_body and self._report is not None:
-            self._send_committed()
+        if in_body:
+            self._reports.committed(self.step)
 
     def _position(self, step: int, section: int | None, slot: int) -> Position:
         """The start of `step`, before its due sections from index `section` on (None: after them)."""
@@ -335,36 +335,8 @@ class Runner:
                 )
             site.param.grad = None
 
-    def _record_setup(self) -> None:
-        """Tell the agent all that a shadow needs; from here on the slot is protected."""
-        try:
-            batch = pack.pack(self._first_batch, "the first batch")
-        except StateError as error:
-            log.info("%s; shadows take a first batch of their own", error)
-            batch = b""
-        self._first_batch = None
-        record = pack.pack({"setup": self._setup, "batch": batch})
-        self.session.link.send_blob(lambda size: wire.SetupRecord(size=size), record, "leto-setup")
-        self._publish()
-
     def _publish(self) -> None:
-        manifest = self.retained.manifest
-        self.session.link.send_blob(
-            lambda size: wire.Manifest(version=manifest.version, size=size), layout.encode(manifest), "leto-manifest"
-        )
-
-    def _send_committed(self) -> None:
-        self.session.mark("first_step")
-        self.session.link.send(
-            wire.Committed(
-                epoch=self.session.fabric.epoch,
-                step=self.step,
-                resolution=self._report or "start",
-                marks=dict(self.session.marks),
-            )
-        )
-        self._report = None
-        self.session.marks.clear()
+        self._reports.manifest(self.retained.manifest)
 
     # ---- between steps
 
@@ -384,7 +356,7 @@ class Runner:
             self.state.sections[index].run()
         except Exception as error:  # boundary: told to the agent and raised, unless a lost communicator explains it
             if not fabric.poisoned:
-                self._failing(error)
+                self._reports.failing(self.step, error)
                 raise
         finally:
             rng.restore(random)
@@ -401,8 +373,7 @@ class Runner:
         header.position = header.position._replace(step=self.step, phase=Phase.DONE, chunk=0)
         if not session.fabric.vote():
             raise StepLost(session.fabric.reason)
-        if self._report is not None:
-            self._send_committed()
+        self._reports.committed(self.step)
 
     def _finish(self) -> None:
         self.session.link.send(wire.Finished(step=self.step))
@@ -415,8 +386,7 @@ class Runner:
         session, header = self.session, self.retained.header
         session.fabric.tolerant = False
         session.mark("abort")
-        plan: wire.Plan | wire.Promote | None = promotion
-        words = session.rejoin(plan, header.position.pack(), self.step)
+        words = session.rejoin(promotion, header.position.pack(), self.step)
         if words is None:
             self._released = True
             words = [header.position.pack()] * session.welcome.world_size
@@ -430,12 +400,9 @@ class Runner:
             self._rewind(adopt=promotion is not None)
         header.position = self._position(self.step, resolution.section, header.position.slot)
         session.mark("resolve")
-        self._report = own
+        self._reports.joined(own)
         if promotion is not None:
             session.activate()
-        self._check_step(resolution)
-
-    def _check_step(self, resolution: Resolution) -> None:
         if self.step != resolution.step:
             raise StateError(f"rank {self.session.rank} resolved to step {self.step} instead of {resolution.step}")
 
