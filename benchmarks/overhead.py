@@ -111,7 +111,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=150, help="measured steps a job")
     parser.add_argument("--warmup", type=int, default=20, help="steps before")
-    parser.add_argument("--chunk-bytes", type=int, default=16 << 20, help="the policy's state.chunk_bytes")
+    parser.add_argument("--chunk-bytes", type=int, default=1 << 20, help="the policy's state.chunk_bytes")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as work:
         for parallel in args.parallel:

@@ -117,7 +117,7 @@ class StatePolicy(Section, frozen=True):
 
     chunk_bytes: Annotated[
         int, Meta(ge=65536, le=1 << 40, description="a whole number of bytes from 65536 to 1099511627776")
-    ] = 16777216
+    ] = 1048576
 
 
 class CoordinatorPolicy(Section, frozen=True):
