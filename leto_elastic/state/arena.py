@@ -60,6 +60,13 @@ def rebase(tensor: torch.Tensor, view: torch.Tensor) -> None:
     tensor.set_(view.untyped_storage(), view.storage_offset(), view.size(), view.stride())
 
 
+def give_back_freed() -> None:
+    """Return to the system what tensors held before they were moved; glibc would keep it for later."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 def dense_stride(tensor: torch.Tensor) -> tuple[int, ...]:
     """The tensor's own stride when it is dense (e.g. channels last), else the contiguous one."""
     order = sorted((s, n) for n, s in zip(tensor.shape, tensor.stride(), strict=True) if n > 1)

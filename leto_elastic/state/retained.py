@@ -16,7 +16,7 @@ import torch
 
 from leto_elastic.errors import ShadowUnfit, StateError
 from leto_elastic.state import layout
-from leto_elastic.state.arena import Arena, aligned, dense_stride, rebase, span_bytes
+from leto_elastic.state.arena import Arena, aligned, dense_stride, give_back_freed, rebase, span_bytes
 from leto_elastic.state.extras import SLOTS, Extras, capacity_for
 from leto_elastic.state.header import HEADER_BYTES, Header
 from leto_elastic.state.layout import Manifest, Place, TensorSpec
@@ -103,6 +103,7 @@ class Retained:
             for spec, site in zip(weights, self.sites, strict=True):
                 self._view(spec).copy_(site.data)
                 site.attach(self.arenas["weights"], spec.place.offset)
+            give_back_freed()
             for spec, (_, buffer) in zip(buffers, named, strict=True):
                 self._view(spec).copy_(local(buffer))
         self.manifest = Manifest(
@@ -176,6 +177,7 @@ class Retained:
                 view = self._view(spec)
                 view.copy_(local(value))
                 rebase(local(value), view)
+            give_back_freed()
         dressed = [local(value) is not value for value in found]
         optim = [
             *old.optim,
@@ -287,6 +289,7 @@ class Retained:
             for spec in current.buffers:
                 local(buffers[spec.key]).copy_(self._view(spec))
             self._attach_optimizer(current)
+        give_back_freed()
         self.extras = Extras(self.arenas[current.extras], current.extras_capacity)
         self._map_gradients()
         return self
