@@ -27,6 +27,7 @@ class StepRecord(NamedTuple):
     end: float
     pid: int
 
+
 # A benchmark that is terminated leaves its `with` blocks, so that its job does not go on alone and slow down the next.
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
