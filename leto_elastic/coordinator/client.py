@@ -176,7 +176,7 @@ class EtcdClient:
         connection = Connection(settings, request_timeout or timeout)
         try:
             await connection.open(check_key, timeout)
-        except BaseException:
+        except BaseException:  # boundary: closed, then raised
             await connection.close()
             raise
         return cls(connection)

@@ -110,7 +110,7 @@ class EmbeddedEtcd:
         server = cls(binary or find_binary())
         try:
             await server._launch(time.monotonic() + timeout, timeout)
-        except BaseException:
+        except BaseException:  # boundary: stopped, then raised
             await server.stop()
             raise
         server._keeper = asyncio.get_running_loop().create_task(server._keep(timeout), name="embedded etcd")
