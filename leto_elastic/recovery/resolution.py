@@ -43,11 +43,6 @@ class Resolution(msgspec.Struct, frozen=True):
     action: Mapping[int, Literal["forward", "rerun"]]
     section: int | None
 
-    @property
-    def outcome(self) -> Literal["forward", "rerun"]:
-        """For reports: "forward" when any rank is rolled forward."""
-        return "forward" if "forward" in self.action.values() else "rerun"
-
 
 def resolve(positions: Mapping[int, Position]) -> Resolution:
     """The resolution for the given position of every rank.

@@ -47,11 +47,6 @@ def test_resolution(positions: dict[int, Position], step: int, actions: str, sec
     assert resolve(positions) == Resolution(step, {i: long[a] for i, a in enumerate(actions)}, section)  # type: ignore[misc]
 
 
-def test_the_outcome_is_forward_when_any_rank_is() -> None:
-    assert resolve(stand(("COMPUTE", 8), ("UPDATE", 7))).outcome == "forward"
-    assert resolve(stand(("COMPUTE", 8), ("VOTE", 8))).outcome == "rerun"
-
-
 @pytest.mark.parametrize(
     ("positions", "who"),
     [
