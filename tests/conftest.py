@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import select
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from leto_elastic.testing.job import gone
 
 MARK = "LETO_TEST_SESSION"
 
@@ -28,20 +29,6 @@ def marked(session: str) -> dict[int, str]:
     return found
 
 
-def ended(pid: int, seconds: float) -> bool:
-    """Wait for a process to end; true if it did."""
-    try:
-        fd = os.pidfd_open(pid)
-    except ProcessLookupError:
-        return True
-    try:
-        poll = select.poll()
-        poll.register(fd, select.POLLIN)
-        return bool(poll.poll(seconds * 1000))
-    finally:
-        os.close(fd)
-
-
 @pytest.fixture(scope="session", autouse=True)
 def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """Fail the session if a process started by a test, or a segment with a name, outlives it."""
@@ -50,7 +37,7 @@ def nothing_left_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[No
     os.environ["TMPDIR"] = str(tmp_path_factory.mktemp("tmp"))  # torchrun leaves its log directories there
     segments = set(Path("/dev/shm").iterdir())
     yield
-    left = {pid: command for pid, command in marked(session).items() if not ended(pid, 5.0)}
+    left = {pid: command for pid, command in marked(session).items() if not gone(pid, 5.0)}
     assert not left, f"processes left behind: {left}"
     named = {path for path in set(Path("/dev/shm").iterdir()) - segments if "leto" in path.name}
     assert not named, f"segments left behind in /dev/shm: {named}"

@@ -297,7 +297,7 @@ class Job:
         end = time.monotonic() + within
         while left := self.processes():
             for pid, _ in left:
-                if not _gone(pid, max(0.0, end - time.monotonic())):
+                if not gone(pid, max(0.0, end - time.monotonic())):
                     return self.processes()
         return []
 
@@ -332,7 +332,8 @@ def _signal(pid: int, number: signal.Signals) -> None:
         return
 
 
-def _gone(pid: int, within: float) -> bool:
+def gone(pid: int, within: float) -> bool:
+    """Whether the process has ended after at most `within` seconds."""
     try:
         fd = os.pidfd_open(pid)
     except ProcessLookupError:

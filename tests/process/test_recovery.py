@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -68,15 +69,18 @@ def test_stopped_then_killed(tmp_path: Path, reference: Reference) -> None:
     with train(tmp_path / "run", "--parallel", "ddp", faults="stop rank=2 step=5 phase=compute") as job:
         job.wait_event("shadow_ready", count=4)
         pid = trainers(job)[2]
-        wait_stopped(pid)
+        wait_stopped(job, pid)
         job.kill(pid, signal.SIGKILL)
         check(job, expected, [2])
 
 
-def wait_stopped(pid: int) -> None:
-    """Until the process is stopped by a signal, or gone."""
-    while Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "T":
-        pass
+def wait_stopped(job: Job, pid: int) -> None:
+    """Until every thread of the process is stopped by a signal, which reaches them one by one."""
+    end = time.monotonic() + job.deadline
+    while any(
+        (task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in Path(f"/proc/{pid}/task").iterdir()
+    ):
+        assert time.monotonic() < end, f"process {pid} was not stopped within {job.deadline:g} s"
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
