@@ -1,0 +1,1 @@
+"""Protection of the training state against the loss of memory: parity, checksums."""
