@@ -87,6 +87,32 @@ class Unfit(Message, frozen=True):
     reason: str
 
 
+class Stepped(Message, frozen=True):
+    """This rank has committed: X(`step`) is in buffer `slot` of the extras. Only sent in a job of several nodes."""
+
+    step: int
+    slot: int
+
+
+class Due(Message, frozen=True):
+    """Protect version `step` (see `header.tag_of`): it is in W until VOTE(step) when `buffer` is -1, else in that
+    snapshot buffer until the version is agreed or given up.
+
+    X(`step`) is in buffer `slot` of the extras, or behind the stream in the snapshot buffer.
+    """
+
+    step: int
+    generation: int
+    slot: int
+    buffer: int
+
+
+class Parked(Message, frozen=True):
+    """This trainer has left `epoch`, which failed, and waits for a plan: its header does not move any more."""
+
+    epoch: int
+
+
 class Finished(Message, frozen=True):
     """Every rank has committed the last step; this process has left `leto.steps`."""
 
@@ -124,6 +150,10 @@ class Welcome(Message, frozen=True):
     run_dir: str
     store: StoreAddress
     policy: bytes  # leto_elastic.recovery.policy.Policy, msgpack
+    address: str = ""  # of this node, for the communicators; "": as gloo finds it (loopback when the store is there)
+    protect: int = 0  # the snapshot buffers that a trainer keeps; 0: no protection against lost memory
+    every: int = 1  # steps from one protected version to the next
+    generation: int = 0  # see `leto_elastic.state.header.tag_of`
 
 
 class Segment(Message, frozen=True):
@@ -155,10 +185,11 @@ class Abort(Message, frozen=True):
 
 
 class Plan(Message, frozen=True):
-    """Join `epoch`. For a survivor."""
+    """Join `epoch`. For a survivor; its header may have been put back to an earlier version meanwhile."""
 
     epoch: int
     store: StoreAddress
+    generation: int = 0
 
 
 class Prepare(Message, frozen=True):
@@ -175,6 +206,7 @@ class Promote(Message, frozen=True):
     epoch: int
     version: int
     store: StoreAddress
+    generation: int = 0
 
 
 class Release(Message, frozen=True):
@@ -188,7 +220,20 @@ class Stop(Message, frozen=True):
 
 
 FromWorker = (
-    Hello | Alloc | SetupRecord | Manifest | Committed | Suspect | Rehearsed | Ready | Unfit | Finished | Failing
+    Hello
+    | Alloc
+    | SetupRecord
+    | Manifest
+    | Committed
+    | Stepped
+    | Due
+    | Parked
+    | Suspect
+    | Rehearsed
+    | Ready
+    | Unfit
+    | Finished
+    | Failing
 )
 FromAgent = Welcome | Segment | Refused | Attach | Abort | Plan | Prepare | Promote | Release | Stop
 

@@ -60,7 +60,7 @@ class Fabric:
     `timeout`: seconds that one collective may take at most. `rebuild`: seconds that a group made in a live epoch may
     take to connect. `loopback`: start without peers (a shadow), with the recorded set-up `replay`, until the first
     `connect`. `on_failure` is called once per epoch, from whichever thread sees it, when a collective fails although no
-    abort was announced. `tolerant`: within a step or section (see `work`).
+    abort was announced. `tolerant`: within a step or section (see `work`). `address`: of this node, see `GlooEpoch`.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class Fabric:
         replay: bytes | None = None,
         rebuild: float = 30.0,
         nccl: bool = False,
+        address: str = "",
     ) -> None:
         self.rank = rank
         self.world_size = world_size
@@ -86,6 +87,7 @@ class Fabric:
         self._timeout = timedelta(seconds=timeout)
         self._rebuild = rebuild
         self.nccl = nccl
+        self._address = address
         self._groups: list[LetoGroup] = []
         self._recorder: Recorder | None = None
         self._replay = Replay(replay) if replay is not None else None
@@ -160,7 +162,7 @@ class Fabric:
         CommunicatorLost when the deadline passes (naming the ranks that did not come). Main thread only.
         """
         self._release()
-        generation = GlooEpoch(epoch, self.rank, self.world_size, self.nccl)
+        generation = GlooEpoch(epoch, self.rank, self.world_size, self.nccl, self._address)
         with self._lock:
             self._refuse_aborted(epoch)
             self._generation = generation
@@ -342,18 +344,23 @@ class Fabric:
             return [list(payload) for _ in range(self.world_size)]
         everyones = torch.zeros(self.world_size, len(payload), dtype=torch.int64)
         everyones[self.rank] = torch.tensor(payload, dtype=torch.int64)
-        if not self._sum(everyones):
+        if not self._all_reduce(everyones, dist.ReduceOp.SUM):
             raise EpochAborted(f"epoch {self.epoch} was lost: {self.reason}")
         rows: list[list[int]] = everyones.tolist()
         return rows
 
-    def vote(self) -> bool:
-        """Whether every rank has come to this vote with a whole epoch."""
-        return self.loopback or self._sum(torch.ones(1, dtype=torch.int64))
+    def vote(self, value: int = 0) -> int | None:
+        """The lowest `value` (64 bits) of all ranks, when each has come to this vote with a whole epoch; else None."""
+        if self.loopback:
+            return value
+        lowest = torch.tensor([value], dtype=torch.int64)
+        return int(lowest) if self._all_reduce(lowest, dist.ReduceOp.MIN) else None
 
-    def _sum(self, values: torch.Tensor) -> bool:
+    def _all_reduce(self, values: torch.Tensor, op: Any) -> bool:
         epoch, inner = self.epoch, self._groups[0].inner if self._groups else None
         if self.poisoned or inner is None:
             return False
-        work = LetoWork(self, epoch, inner.allreduce([values]), [values], owner=id(inner))
+        options = dist.AllreduceOptions()
+        options.reduceOp = op
+        work = LetoWork(self, epoch, inner.allreduce([values], options), [values], owner=id(inner))
         return self.track(work).join()

@@ -44,14 +44,19 @@ def _is_loopback(host: str) -> bool:
 
 
 class GlooEpoch:
-    """Store client, device and inner groups of epoch `number`."""
+    """Store client, device and inner groups of epoch `number`.
 
-    def __init__(self, number: int, rank: int, world_size: int, nccl: bool = False) -> None:
+    `address`: a name or address of this node, IPv4 or IPv6, at which the device listens and peers reach it; "": the
+    loopback interface when the store is there, else what gloo finds. GLOO_SOCKET_IFNAME has precedence.
+    """
+
+    def __init__(self, number: int, rank: int, world_size: int, nccl: bool = False, address: str = "") -> None:
         self.number = number
         self.store: Store | None = None
         self._rank = rank
         self._world_size = world_size
         self._nccl = nccl
+        self._address = address
         self._client: StoreClient | None = None
         self._devices: list[ProcessGroupGloo.Device] = []
         self._listeners: list[Address] = []
@@ -89,6 +94,8 @@ class GlooEpoch:
         names = [name for name in os.environ.get("GLOO_SOCKET_IFNAME", "").split(",") if name]
         if names:
             self._devices = [ProcessGroupGloo.create_device(interface=name, lazy_init=False) for name in names]
+        elif self._address:
+            self._devices = [ProcessGroupGloo.create_device(hostname=self._address, lazy_init=False)]
         elif _is_loopback(store_host):
             self._devices = [ProcessGroupGloo.create_device(interface="lo", lazy_init=False)]
         else:

@@ -6,8 +6,9 @@ Guarantees:
   * etcd may be away at any time: `put_slot` never waits, `report_failure` and `plans` go on when it is back, nothing is
     lost or delivered twice;
   * a slot's state that was put before a failure was reported is known to whoever decides about it;
-  * a run id has one owner at a time. A second job under the same id is refused while the first one's lease lives, and
-    begins anew afterwards: nothing of a job whose agent is gone can be resumed, all its state was in that agent.
+  * a run id is one job at a time. Whoever comes while a member of it lives is a spare, or refused when there are as
+    many nodes as may be. It begins anew when all members are gone: nothing of such a job can be resumed, all its state
+    was in their memory.
 
 Considered and rejected: one key of the whole job's state, rewritten by everybody (as torch's c10d rendezvous does): a
 failure report would then compete with every heartbeat; and a lease per key: they would not end together.
@@ -16,23 +17,28 @@ failure report would then compete with every heartbeat; and a lease per key: the
 from __future__ import annotations
 
 import asyncio
+import secrets
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Literal
 
+import msgspec
+
 from leto_elastic.coordinator.client import (
+    Condition,
+    Created,
     DeletePrefix,
     EtcdClient,
     EtcdRefused,
     Holds,
-    KeyValue,
     Lease,
     Missing,
     Operation,
     Put,
     Snapshot,
 )
+from leto_elastic.coordinator.roster import Ended, Failed, Gone, News, Present, Roster, Said
 from leto_elastic.coordinator.schema import (
     BudgetRecord,
     FailureRecord,
@@ -40,6 +46,8 @@ from leto_elastic.coordinator.schema import (
     NodeRecord,
     PlanRecord,
     RunRecord,
+    Seat,
+    ShardRecord,
     SlotRecord,
     decode,
     encode,
@@ -47,6 +55,9 @@ from leto_elastic.coordinator.schema import (
 from leto_elastic.coordinator.settings import EtcdSettings, check_run_id
 from leto_elastic.errors import ConfigError, LetoError
 from leto_elastic.recovery.policy import Policy
+
+MakeStore = Callable[[int], Awaitable[tuple[str, int]]]
+"""Makes the c10d store of an epoch; its host and port. May be called again for an epoch, and in vain."""
 
 
 class Coordinator:
@@ -68,6 +79,7 @@ class Coordinator:
         self._lease: Lease | None = None
         self._leased = asyncio.Event()
         self._slots: dict[int, SlotRecord] = {}
+        self._shards: dict[int, ShardRecord] = {}
         self._writer: asyncio.Task[None] | None = None
         self._member: asyncio.Task[None] | None = None
 
@@ -84,26 +96,105 @@ class Coordinator:
         await self._join(record, self.policy.deadlines.etcd)
         self._member = asyncio.get_running_loop().create_task(self._stay(record), name="etcd membership")
 
-    async def begin(self) -> int:
-        """Become the owner of the run, after `register`; the epoch, which is 0.
+    async def secret(self) -> bytes:
+        """32 random bytes, the same for all agents of this run id, by which their keepers know each other."""
+        timeout = self.policy.deadlines.etcd
+        await self.client.txn(
+            [Missing(self.keys.secret)], [Put(self.keys.secret, secrets.token_bytes(32))], timeout=timeout
+        )
+        entry = await self.client.get(self.keys.secret, timeout=timeout)
+        if entry is None:
+            raise ConfigError(f"etcd at {self.client.settings.where} does not keep {self.keys.secret}")
+        return entry.value
 
-        Raises ConfigError when another agent owns it and has not gone within `deadlines.etcd`.
+    async def meet(self, make_store: MakeStore, *, least: int = 1, most: int = 1) -> PlanRecord:
+        """Take part in the run, after `register`: as one of its members, or as a spare when it has enough of them.
+
+        The first `least` nodes begin it, once they are there. A run that has a living member is never begun anew.
+
+        Returns its newest plan.
+
+        Args:
+            make_store: makes the store of epoch 0, should this node be the one that begins.
+            least: nodes that take part.
+            most: nodes that may be there, spares included.
+
+        Raises:
+            ConfigError: too few nodes came within `deadlines.meet`; or the run has as many as it may have, and none of
+                them has gone within `deadlines.etcd`.
         """
-        deadline = time.monotonic() + self.policy.deadlines.etcd
-        while True:
-            entry = await self.client.get(self.keys.run, timeout=max(0.1, deadline - time.monotonic()))
-            owner = None if entry is None else decode(entry.key, entry.value, RunRecord).owner
-            if owner is not None and owner != self.node_id and not await self._gone(owner, deadline):
-                raise ConfigError(
-                    f"run id {self.run_id!r} is in use by agent {owner} on etcd at {self.client.settings.where}: "
-                    "give another --rdzv-id, or end that job first"
-                )
-            if owner == self.node_id or await self._take(entry, owner, deadline):
-                return 0
+        roster = Roster(self.keys, self.node_id)
+        loop = asyncio.get_running_loop()
+        crowded = loop.time() + self.policy.deadlines.etcd
+        enough = loop.time() + self.policy.deadlines.meet
+        try:
+            async with asyncio.timeout_at(crowded) as limit, aclosing(self.client.follow(self.keys.root)) as views:
+                async for view in views:
+                    roster.apply(view)
+                    limit.reschedule(crowded if roster.running or least == 1 else enough)
+                    if roster.member or (roster.running and len(roster.nodes) <= most):
+                        assert roster.plan is not None
+                        return roster.plan
+                    chosen = roster.fresh()[:least]
+                    if not roster.running and len(chosen) == least and chosen[0] == self.node_id:
+                        await self._begin(roster, chosen, await make_store(0))
+        except TimeoutError:
+            pass
+        raise ConfigError(self._alone(roster, least, most))
+
+    def _alone(self, roster: Roster, least: int, most: int) -> str:
+        where = self.client.settings.where
+        if roster.running:
+            assert roster.run is not None
+            return (
+                f"run id {self.run_id!r} is in use by agent {roster.run.owner} on etcd at {where}"
+                f"{f', with {most} nodes, all that --nnodes allows' if most > 1 else ''}: give another --rdzv-id, or "
+                "end that job first"
+            )
+        hosts = ", ".join(sorted(record.host for record in roster.nodes.values()))
+        return (
+            f"{len(roster.fresh())} of {least} nodes came within {self.policy.deadlines.meet:g} s (deadlines.meet) to "
+            f"run {self.run_id!r} on etcd at {where}: {hosts}"
+        )
+
+    async def _begin(self, roster: Roster, chosen: list[str], store: tuple[str, int]) -> None:
+        """Begin the run with nothing in it; without effect when something has changed meanwhile."""
+        keys = self.keys
+        run = RunRecord(owner=self.node_id, started=time.time())
+        start = PlanRecord(
+            epoch=0,
+            action="start",
+            repairs=(),
+            store_host=store[0],
+            store_port=store[1],
+            reason="",
+            failures=(),
+            step=0,
+            time=run.started,
+            nodes=tuple(Seat.of(node, roster.nodes[node]) for node in chosen),
+        )
+        operations: list[Operation] = [
+            Put(keys.run, encode(run)),
+            Put(keys.start, encode(start)),
+            Put(keys.epoch, _number(0)),
+            Put(keys.budget, encode(BudgetRecord())),
+        ]
+        left = (keys.slots, keys.failures, keys.plans, keys.meetings, keys.shards)
+        operations += [DeletePrefix(prefix) for prefix in left]
+        conditions: list[Condition] = [Missing(keys.run) if roster.entry is None else Holds(keys.run, roster.entry)]
+        conditions += [Missing(keys.node(node)) for node in roster.members if node not in chosen]
+        conditions += [Created(keys.node(node), roster.revisions[node]) for node in chosen]
+        await self.client.txn(conditions, operations, timeout=self.policy.deadlines.etcd)
 
     async def put_slot(self, slot: int, record: SlotRecord) -> None:
         """Make the state of a slot known. Returns at once; the newest state is written as soon as etcd takes it."""
         self._slots[slot] = record
+        if self._writer is None or self._writer.done():
+            self._writer = asyncio.get_running_loop().create_task(self._write_slots(), name="etcd slots")
+
+    async def put_shard(self, record: ShardRecord) -> None:
+        """Make the protected state of a slot known, as `put_slot`."""
+        self._shards[record.rank] = record
         if self._writer is None or self._writer.done():
             self._writer = asyncio.get_running_loop().create_task(self._write_slots(), name="etcd slots")
 
@@ -131,24 +222,50 @@ class Coordinator:
         )
         return answer.done or key in answer.current
 
-    async def plans(self, after: int = 0) -> AsyncGenerator[PlanRecord, None]:
-        """Every plan of an epoch above `after`, each once and in order, for ever. Use it with `aclosing`."""
-        async with aclosing(self.client.follow(self.keys.plans)) as views:
+    async def news(self, after: int = 0) -> AsyncGenerator[News, None]:
+        """What happens to the run, for ever: plans of epochs above `after`, each once and in order; the rest possibly
+        again after an absence of etcd. Use it with `aclosing`.
+        """
+        keys = self.keys
+        async with aclosing(self.client.follow(keys.root)) as views:
             async for view in views:
-                entries = view.entries if isinstance(view, Snapshot) else [e.entry for e in view.events if e.entry]
-                for entry in entries:
-                    plan = decode(entry.key, entry.value, PlanRecord)
-                    if plan.epoch > after:
-                        after = plan.epoch
-                        yield plan
+                if isinstance(view, Snapshot):
+                    known = {entry.key for entry in view.entries}
+                    yield Present(frozenset(keys.node_of(key) for key in known if key.startswith(keys.nodes)))
+                    changes = [(entry.key, entry.value) for entry in view.entries]
+                    changes.sort(key=lambda change: not change[0].startswith(keys.plans))
+                else:
+                    changes = [(event.key, event.entry.value if event.entry else b"") for event in view.events]
+                for key, value in changes:
+                    piece = _read(keys, key, value)
+                    if isinstance(piece, PlanRecord):
+                        if piece.epoch <= after:
+                            continue
+                        after = piece.epoch
+                    if piece is not None:
+                        yield piece
 
-    async def finish(self, state: Literal["succeeded", "failed"], *, timeout: float) -> None:
-        """Record how the run ended, after all that is still to be written."""
+    async def plans(self, after: int = 0) -> AsyncGenerator[PlanRecord, None]:
+        """The plans of `news`."""
+        async with aclosing(self.news(after)) as news:
+            async for piece in news:
+                if isinstance(piece, PlanRecord):
+                    yield piece
+
+    async def say(self, epoch: int, stage: str, position: int, payload: bytes) -> None:
+        """Tell the other nodes something on the way into an epoch; waits while etcd is away."""
+        await self.flush(None)
+        await self.client.put(self.keys.meeting(epoch, stage, position), payload, timeout=None)
+
+    async def finish(self, state: Literal["succeeded", "failed"], *, timeout: float, reason: str = "") -> None:
+        """Record how the run ended, after all that is still to be written. A failure is never overwritten."""
         await self.flush(timeout)
         entry = await self.client.get(self.keys.run, timeout=timeout)
         if entry is not None:
             run = decode(entry.key, entry.value, RunRecord)
-            ended = encode(RunRecord(owner=run.owner, started=run.started, state=state))
+            if run.state == "failed":
+                return
+            ended = encode(msgspec.structs.replace(run, state=state, reason=reason))
             await self.client.txn([Holds(entry.key, entry.value)], [Put(entry.key, ended)], timeout=timeout)
 
     async def lease(self) -> Lease:
@@ -190,46 +307,35 @@ class Coordinator:
             except EtcdRefused:
                 continue  # the new lease ended before it was used
 
-    # ---- ownership
-
-    async def _gone(self, owner: str, deadline: float) -> bool:
-        """Wait until the lease of another owner has ended; False: it lives on at the deadline."""
-        key = self.keys.node(owner)
-        try:
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                async with aclosing(self.client.follow(key)) as views:
-                    async for view in views:
-                        if isinstance(view, Snapshot):
-                            present = any(entry.key == key for entry in view.entries)
-                        else:
-                            present = any(event.key == key and event.entry is not None for event in view.events)
-                        if not present:
-                            return True
-        except TimeoutError:
-            pass
-        return False
-
-    async def _take(self, entry: KeyValue | None, owner: str | None, deadline: float) -> bool:
-        """Begin the run with nothing in it; False: somebody else was faster, or the answer got lost."""
-        record = RunRecord(owner=self.node_id, started=time.time())
-        operations: list[Operation] = [
-            Put(self.keys.run, encode(record)),
-            Put(self.keys.epoch, _number(0)),
-            Put(self.keys.budget, encode(BudgetRecord())),
-        ]
-        operations += [DeletePrefix(prefix) for prefix in (self.keys.slots, self.keys.failures, self.keys.plans)]
-        unchanged = Missing(self.keys.run) if entry is None else Holds(entry.key, entry.value)
-        conditions = [unchanged] if owner is None else [unchanged, Missing(self.keys.node(owner))]
-        answer = await self.client.txn(conditions, operations, timeout=max(0.1, deadline - time.monotonic()))
-        return answer.done
-
     # ---- slots
 
     async def _write_slots(self) -> None:
-        while self._slots:
+        while self._slots or self._shards:
             slots, self._slots = self._slots, {}
+            shards, self._shards = self._shards, {}
             puts = [Put(self.keys.slot(slot), encode(record)) for slot, record in slots.items()]
+            puts += [Put(self.keys.shard(slot), encode(shard)) for slot, shard in shards.items()]
             await self.client.txn([], puts, timeout=None)
+
+
+def _read(keys: Keys, key: str, value: bytes) -> News | None:
+    """A key as news, None for a key that is none; no value: it was deleted."""
+    if key.startswith(keys.nodes):
+        return None if value else Gone(keys.node_of(key))
+    if not value:
+        return None
+    if key.startswith(keys.plans):
+        return decode(key, value, PlanRecord)
+    if key.startswith(keys.failures):
+        epoch = key.removeprefix(keys.failures).partition("/")[0]
+        return Failed(int(epoch), decode(key, value, FailureRecord))
+    if key.startswith(keys.meetings):
+        epoch, stage, position = key.removeprefix(keys.meetings).split("/")
+        return Said(int(epoch), stage, int(position), value)
+    if key == keys.run:
+        run = decode(key, value, RunRecord)
+        return Ended(run.state, run.reason) if run.state != "running" else None
+    return None
 
 
 def _number(epoch: int) -> bytes:

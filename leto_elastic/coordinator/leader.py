@@ -18,39 +18,42 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from contextlib import aclosing
 
 from leto_elastic.coordinator.client import (
     Batch,
+    Condition,
     Created,
+    DeletePrefix,
     EtcdRefused,
     Event,
     Holds,
     Lease,
     Missing,
     NoneSince,
+    Operation,
     Put,
     Snapshot,
 )
-from leto_elastic.coordinator.coordinator import Coordinator
+from leto_elastic.coordinator.coordinator import Coordinator, MakeStore
 from leto_elastic.coordinator.schema import (
     BudgetRecord,
     FailureRecord,
     Keys,
     NodeRecord,
     PlanRecord,
+    Seat,
     SlotRecord,
     decode,
     encode,
 )
 from leto_elastic.recovery import policy as recovery
-from leto_elastic.recovery.policy import Decision, JobView, PastRecovery, Policy
-
-MakeStore = Callable[[int], Awaitable[tuple[str, int]]]
-"""Makes the c10d store of an epoch; its host and port. May be called again for an epoch, and in vain."""
+from leto_elastic.recovery.policy import Decision, FailureClass, JobView, PastRecovery, Policy
 
 Decide = Callable[[Policy, JobView], Decision]
+
+_LATER = 0.01  # seconds after a deadline at which it has certainly passed
 
 
 class Leader:
@@ -60,6 +63,7 @@ class Leader:
         coordinator: registered.
         make_store: of this agent.
         max_restarts: of whole groups, for jobs without `leto.init()`.
+        code: RS(data, parity) over the nodes, (0, 0) for none.
         decide: pure, from the policy and the state of the job to what is done.
         clock: unix seconds.
     """
@@ -70,6 +74,7 @@ class Leader:
         *,
         make_store: MakeStore,
         max_restarts: int = 0,
+        code: tuple[int, int] = (0, 0),
         decide: Decide = recovery.decide,
         clock: Callable[[], float] = time.time,
     ) -> None:
@@ -79,6 +84,7 @@ class Leader:
         self._policy = coordinator.policy
         self._make_store = make_store
         self._max_restarts = max_restarts
+        self._code = code
         self._decide = decide
         self._clock = clock
         self._store: tuple[int, tuple[str, int]] | None = None
@@ -157,32 +163,31 @@ class Leader:
         if mirror.epoch != epoch or mirror.leader != term:
             return
         seen, now = mirror.revision, self._clock()
-        view = mirror.view(self._policy, self._max_restarts, now)
+        view = mirror.view(self._policy, self._max_restarts, now, self._code)
         decision = self._decide(self._policy, view)
-        host, port = ("", 0) if decision.action == "fail" else store
-        plan = PlanRecord(
-            epoch=epoch + 1,
-            action=decision.action,
-            repairs=decision.repairs,
-            store_host=host,
-            store_port=port,
-            reason=decision.reason,
-            failures=tuple(mirror.failures[rank] for rank in sorted(mirror.failures)),
-            step=view.step_of_failure,
-            time=now,
-        )
+        if decision.action == "wait":
+            left = self._policy.deadlines.replace - view.waited
+            mirror.changed.clear()
+            await _either(mirror.changed, follower, max(0.0, left) + _LATER)
+            return
+        if decision.action == "restart":  # scripts of their own use keys without a prefix: nothing may be left
+            store = await self._make_store(epoch + 1)
+        plan, conditions = mirror.planned_by(decision, view, store, now)
         budget = mirror.budget_after(decision)
+        operations: list[Operation] = [
+            Put(self._keys.plan(epoch + 1), encode(plan)),
+            Put(self._keys.epoch, str(epoch + 1).encode()),
+            Put(self._keys.budget, encode(budget)),
+            DeletePrefix(self._keys.meeting_of(epoch)),
+        ]
         answer = await self._client.txn(
             [
                 Created(self._keys.leader, term),
                 Holds(self._keys.epoch, str(epoch).encode()),
                 NoneSince(self._keys.failures_of(epoch), seen),
+                *conditions,
             ],
-            [
-                Put(self._keys.plan(epoch + 1), encode(plan)),
-                Put(self._keys.epoch, str(epoch + 1).encode()),
-                Put(self._keys.budget, encode(budget)),
-            ],
+            operations,
             timeout=None,
         )
         if answer.done:
@@ -206,6 +211,7 @@ class Mirror:
         epoch: None before the run has begun.
         leader: revision at which the present leader became it; None: there is none.
         failures: those that ended `epoch`, by rank.
+        seats: the nodes that take part, by position.
         history: the plans to repair so far.
     """
 
@@ -220,8 +226,12 @@ class Mirror:
         self.leader: int | None = None
         self.failures: dict[int, FailureRecord] = {}
         self.history: list[PastRecovery] = []
+        self.seats: tuple[Seat, ...] = ()
+        self.generation = 0
+        self.lost_since: float | None = None
         self._budget = BudgetRecord()
         self._nodes: dict[str, NodeRecord] = {}
+        self._created: dict[str, int] = {}
         self._slots: dict[int, SlotRecord] = {}
 
     def apply(self, view: Snapshot | Batch) -> None:
@@ -244,7 +254,7 @@ class Mirror:
         if entry is None:
             if key == keys.leader:
                 self.leader = None
-            self._nodes.pop(key, None)
+            self._nodes.pop(keys.node_of(key), None)
         elif key == keys.epoch:
             self._enter(int(entry.value))
         elif key == keys.leader:
@@ -252,9 +262,15 @@ class Mirror:
         elif key == keys.budget:
             self._budget = decode(key, entry.value, BudgetRecord)
         elif key.startswith(keys.nodes):
-            self._nodes[key] = decode(key, entry.value, NodeRecord)
+            node = keys.node_of(key)
+            self._nodes[node] = decode(key, entry.value, NodeRecord)
+            self._created[node] = entry.create_revision
         elif key.startswith(keys.slots):
             self._slots[int(key.removeprefix(keys.slots))] = decode(key, entry.value, SlotRecord)
+        elif key == keys.start:
+            start = decode(key, entry.value, PlanRecord)
+            if self.epoch in (0, None):
+                self.seats, self.generation = start.nodes, 0
         elif key.startswith(keys.plans):
             self._remember(decode(key, entry.value, PlanRecord))
         elif self.epoch is not None and key.startswith(keys.failures_of(self.epoch)):
@@ -271,18 +287,27 @@ class Mirror:
         if epoch == 0 or self.epoch is None:
             self.history = []
         if epoch != self.epoch:
-            self.epoch, self.failures = epoch, {}
+            self.epoch, self.failures, self.lost_since = epoch, {}, None
 
     def _remember(self, plan: PlanRecord) -> None:
+        if plan.epoch == self.epoch:
+            self.seats, self.generation = plan.nodes, plan.generation
         newest = self.history[-1].epoch if self.history else 0
         if plan.action == "repair" and plan.epoch > newest:
-            self.history.append(PastRecovery(plan.epoch, plan.step, plan.time, len(plan.failures)))
+            self.history.append(PastRecovery(plan.epoch, plan.step, plan.time, plan.count))
 
-    def view(self, policy: Policy, max_restarts: int, now: float) -> JobView:
+    def view(self, policy: Policy, max_restarts: int, now: float, code: tuple[int, int] = (0, 0)) -> JobView:
         """What a decision about the present failures depends on."""
         failures = [self.failures[rank] for rank in sorted(self.failures)]
-        expected = sum(node.slots for node in self._nodes.values())
         slots = self._slots
+        first = [sum(seat.slots for seat in self.seats[:position]) for position in range(len(self.seats))]
+        gone = {f.slot for f in failures if f.cause is FailureClass.NODE}
+        lost = tuple(p for p, seat in enumerate(self.seats) if gone & set(range(first[p], first[p] + seat.slots)))
+        if lost and self.lost_since is None:
+            self.lost_since = now
+        taken = {seat.node for seat in self.seats}
+        spares = sorted((node for node in self._nodes if node not in taken), key=self._created.__getitem__)
+        expected = sum(seat.slots for seat in self.seats)
         return JobView(
             epoch=self.epoch or 0,
             step_of_failure=max(failure.step for failure in failures),
@@ -290,12 +315,50 @@ class Mirror:
             shadows={slot: record.shadow for slot, record in slots.items()},
             protected=len(slots) >= expected and all(record.protected for record in slots.values()),
             leto_job=any(record.leto for record in slots.values()),
-            finished=any(f.slot in slots and slots[f.slot].finished for f in failures),
+            finished=any(record.finished for record in slots.values()),
             history=tuple(self.history),
             now=now,
             restarts_left=max_restarts - self._budget.restarts,
             budget=policy.limits.per_job - self._budget.recoveries,
+            lost=lost,
+            spares=tuple(recovery.Spare(node, self._nodes[node].slots, self._domain(node)) for node in spares),
+            nodes=tuple(recovery.NodeView(seat.node, seat.slots, seat.domain) for seat in self.seats),
+            data=code[0],
+            parity=code[1],
+            waited=0.0 if self.lost_since is None else now - self.lost_since,
         )
+
+    def _domain(self, node: str) -> str:
+        return self._nodes[node].domain or node
+
+    def planned_by(
+        self, decision: Decision, view: JobView, store: tuple[str, int], now: float
+    ) -> tuple[PlanRecord, list[Condition]]:
+        """The record of a decision, and what must hold when it is written: that the nodes it counts on are there."""
+        seats = list(self.seats)
+        conditions: list[Condition] = []
+        for position, node in enumerate(decision.nodes or ()):
+            if node != seats[position].node:
+                seats[position] = Seat.of(node, self._nodes[node], place=seats[position].place)
+                conditions.append(Created(self._keys.node(node), self._created[node]))
+        assert decision.action != "wait"
+        afresh = any(repair.action in ("replace", "restore") for repair in decision.repairs)
+        host, port = ("", 0) if decision.action in ("fail", "finish") else store
+        plan = PlanRecord(
+            epoch=view.epoch + 1,
+            action=decision.action,
+            repairs=decision.repairs,
+            store_host=host,
+            store_port=port,
+            reason=decision.reason,
+            failures=tuple(self.failures[rank] for rank in sorted(self.failures)),
+            step=view.step_of_failure,
+            time=now,
+            nodes=tuple(seats),
+            generation=view.epoch + 1 if afresh else self.generation,
+            count=view.count,
+        )
+        return plan, conditions
 
     def budget_after(self, decision: Decision) -> BudgetRecord:
         """The budget once a decision is carried out."""
@@ -305,11 +368,11 @@ class Mirror:
         )
 
 
-async def _either(event: asyncio.Event, task: asyncio.Task[None]) -> None:
-    """Wait for the event. Raises what the task ends by, should it end first."""
+async def _either(event: asyncio.Event, task: asyncio.Task[None], seconds: float | None = None) -> None:
+    """Wait for the event, or so long. Raises what the task ends by, should it end first."""
     waiting = asyncio.get_running_loop().create_task(event.wait())
     try:
-        await asyncio.wait([waiting, task], return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait([waiting, task], timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
     finally:
         waiting.cancel()
     if task.done():

@@ -81,6 +81,35 @@ class Report:
 
 
 @dataclass(frozen=True, slots=True)
+class Welcome:
+    """Answer the Hello of a process that had to wait until its slot had a rank."""
+
+    key: int
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """Fetch what the keepers have of a slot that was on a lost node; `Job.recalled` follows."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Stand:
+    """Nothing on this node moves: say so for `epoch`, bring the state to what follows; `Job.restored` follows."""
+
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class Say:
+    """Tell the other nodes that this one has come to a stage on the way into `epoch`."""
+
+    epoch: int
+    stage: str
+
+
+@dataclass(frozen=True, slots=True)
 class Publish:
     """Write a slot's record."""
 
@@ -116,4 +145,21 @@ class End:
     reason: str | None
 
 
-Action = Spawn | Send | HandOver | Warn | Hurry | Kill | Report | Publish | Emit | Settled | Restart | End
+Action = (
+    Spawn
+    | Send
+    | HandOver
+    | Warn
+    | Hurry
+    | Kill
+    | Report
+    | Welcome
+    | Recall
+    | Stand
+    | Say
+    | Publish
+    | Emit
+    | Settled
+    | Restart
+    | End
+)

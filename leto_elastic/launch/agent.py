@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
 import sys
 from string import Template
 from typing import Any, NoReturn
@@ -18,16 +19,18 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
+from leto_elastic.coordinator.schema import NodeRecord
 from leto_elastic.errors import ConfigError, LetoError
-from leto_elastic.launch.deciding import Decider
 from leto_elastic.launch.etcd_decider import EtcdDecider
 from leto_elastic.launch.logs import Logs
 from leto_elastic.launch.posix import become_subreaper
+from leto_elastic.launch.protection import Protection
 from leto_elastic.launch.rendezvous import LetoRendezvousHandler
 from leto_elastic.launch.setup import RunDirectory, entry_of
 from leto_elastic.launch.signals import handled
 from leto_elastic.launch.supervisor import Supervisor
 from leto_elastic.launch.terms import Interrupted, Outcome, Settings
+from leto_elastic.launch.world import World
 from leto_elastic.observe.events import EventLog
 from leto_elastic.recovery.config import load_policy
 from leto_elastic.recovery.policy import Policy
@@ -68,7 +71,7 @@ class LetoElasticAgent(LocalElasticAgent):
         if not isinstance(handler, LetoRendezvousHandler):
             raise ConfigError(f"the agent of leto needs --rdzv-backend=leto, not {handler.get_backend()}")
         self._parameters = handler.parameters
-        if spec.local_world_size < 2:
+        if spec.local_world_size * self._parameters.nodes[0] < 2:
             raise ConfigError(
                 "a job of one worker has nobody to repair it with: use --nproc-per-node=2 or more, or plain torchrun"
             )
@@ -91,7 +94,7 @@ class LetoElasticAgent(LocalElasticAgent):
             raise SignalException(f"Process {os.getpid()} got signal: {name}", sigval=name) from None
         except LetoError as error:
             refuse(error)
-        ranks = range(self._worker_group.spec.local_world_size)
+        ranks = [worker.global_rank for worker in self._worker_group.workers]
         if outcome.reason is None:
             self._worker_group.state = WorkerState.SUCCEEDED
             return RunResult(WorkerState.SUCCEEDED, return_values=dict.fromkeys(ranks))
@@ -103,24 +106,34 @@ class LetoElasticAgent(LocalElasticAgent):
 
     async def _run(self) -> Outcome:
         spec = self._worker_group.spec
-        run_id = self._parameters.run_id
-        directory = RunDirectory(self._parameters.run_dir or os.path.join(".leto", run_id))  # noqa: PTH118
+        parameters = self._parameters
+        several = parameters.nodes[1] > 1
+        directory = RunDirectory(parameters.run_dir or os.path.join(".leto", parameters.run_id), shared=several)  # noqa: PTH118
+        node = f"{socket.gethostname()}-{os.getpid()}"
         become_subreaper()
         try:
-            faults.prepare(directory.path, spec.local_world_size)
-            events = EventLog(os.path.join(directory.path, "events.jsonl"))  # noqa: PTH118
+            if directory.first:
+                faults.prepare(directory.path, None if several else spec.local_world_size)
+            directory.let_others()
+            name = f"events.{node}.jsonl" if several else "events.jsonl"
+            events = EventLog(os.path.join(directory.path, name))  # noqa: PTH118
             try:
-                events.write("run_started", run_id=run_id, world_size=spec.local_world_size, pid=os.getpid())
+                ranks = spec.local_world_size * parameters.nodes[0]
+                events.write("run_started", run_id=parameters.run_id, world_size=ranks, pid=os.getpid())
                 settings = Settings(
-                    run_id=run_id,
+                    run_id=parameters.run_id,
                     run_dir=directory.path,
-                    world_size=spec.local_world_size,
+                    slots=spec.local_world_size,
                     entry=self._entry,
                     policy=self._policy,
                     max_restarts=spec.max_restarts,
                     shutdown=self._shutdown_seconds,
+                    logs=os.path.join(directory.path, f"logs.{node}" if several else "logs"),  # noqa: PTH118
+                    address=parameters.address,
                 )
-                supervisor = Supervisor(settings, self, self._make_decider(), events)
+                decider = self._make_decider()
+                protection = Protection(settings, decider, events) if several else None
+                supervisor = Supervisor(settings, self, decider, events, protection=protection)
                 with handled(supervisor.interrupt, supervisor.forward):
                     return await supervisor.run()
             finally:
@@ -129,28 +142,31 @@ class LetoElasticAgent(LocalElasticAgent):
             become_subreaper(False)
             directory.close()
 
-    def _make_decider(self) -> Decider:
+    def _make_decider(self) -> EtcdDecider:
         spec = self._worker_group.spec
         parameters = self._parameters
+        record = NodeRecord(
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            slots=spec.local_world_size,
+            address=parameters.address,
+            domain=parameters.domain,
+        )
         return EtcdDecider(
-            parameters.etcd, parameters.run_id, spec.local_world_size, self._policy, max_restarts=spec.max_restarts
+            parameters.etcd, parameters.run_id, record, parameters.nodes, self._policy, max_restarts=spec.max_restarts
         )
 
     # ---- what the supervisor asks for
 
-    def worker_env(self, local_rank: int, attempt: int, store: StoreAddress) -> dict[str, str]:
+    def worker_env(self, local_rank: int, attempt: int, store: StoreAddress, world: World) -> dict[str, str]:
         """torchrun's variables of a worker (`LocalElasticAgent._start_workers`)."""
         spec = self._worker_group.spec
-        size = str(spec.local_world_size)
         env: dict[str, str | None] = {
-            "RANK": str(local_rank),
-            "GROUP_RANK": "0",
-            "ROLE_RANK": str(local_rank),
             "ROLE_NAME": spec.role,
-            "LOCAL_WORLD_SIZE": size,
-            "WORLD_SIZE": size,
-            "GROUP_WORLD_SIZE": "1",
-            "ROLE_WORLD_SIZE": size,
+            "LOCAL_WORLD_SIZE": str(spec.local_world_size),
+            "WORLD_SIZE": str(world.size),
+            "GROUP_WORLD_SIZE": str(len(world.seats)),
+            "ROLE_WORLD_SIZE": str(world.size),
             "MASTER_ADDR": store.host,
             "MASTER_PORT": str(store.port),
             "TORCHELASTIC_RESTART_COUNT": str(attempt),
@@ -159,6 +175,11 @@ class LetoElasticAgent(LocalElasticAgent):
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
         }
+        if world.position is None:
+            env["LETO_START_DEADLINE"] = "inf"  # it waits for a rank
+        else:
+            rank = str(world.own[local_rank])
+            env |= {"RANK": rank, "ROLE_RANK": rank, "GROUP_RANK": str(world.position)}
         self._set_local_rank_env(env, local_rank, spec)
         return {key: value for key, value in env.items() if value is not None}
 
@@ -175,17 +196,17 @@ class LetoElasticAgent(LocalElasticAgent):
         filters = (spec.duplicate_stdout_filters, spec.duplicate_stderr_filters)
         return Logs(self._workers_logs_specs, spec.role, envs, prefixes, filters)
 
-    def group_starting(self, attempt: int) -> None:
+    def group_starting(self, attempt: int, world: World) -> None:
         group: WorkerGroup = self._worker_group
         spec = group.spec
         self._remaining_restarts = spec.max_restarts - attempt
         vars_of_torch: Any = group  # annotated as None for ever
-        vars_of_torch.group_rank, vars_of_torch.group_world_size = 0, 1
+        vars_of_torch.group_rank, vars_of_torch.group_world_size = world.position, len(world.seats)
         group.state = WorkerState.HEALTHY
-        size = spec.local_world_size
+        ranks = world.own or range(spec.local_world_size)
         group.workers = [
-            Worker(rank, global_rank=rank, role_rank=rank, world_size=size, role_world_size=size)
-            for rank in range(size)
+            Worker(index, global_rank=rank, role_rank=rank, world_size=world.size, role_world_size=world.size)
+            for index, rank in enumerate(ranks)
         ]
 
     def trainer_started(self, local_rank: int, pid: int) -> None:

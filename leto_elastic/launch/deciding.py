@@ -10,15 +10,43 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from leto_elastic.launch.actions import Death
 from leto_elastic.launch.job import PlanView
+from leto_elastic.launch.world import World
 from leto_elastic.recovery.policy import Failure, JobView, PastRecovery, Policy, ShadowState, decide
 from leto_elastic.wire import StoreAddress
 
-OnPlan = Callable[[PlanView], None]
 MakeStore = Callable[[int], Awaitable[tuple[str, int]]]
+
+
+class Ears(Protocol):
+    """Who is told what was decided, and what other nodes say."""
+
+    def plan_arrived(self, plan: PlanView) -> None:
+        """A plan, in order."""
+        ...
+
+    def rank_failed(self, epoch: int, death: Death) -> None:
+        """A rank failed in `epoch`, here or elsewhere; may be told again."""
+        ...
+
+    def node_gone(self, position: int) -> None:
+        """The node at a position has left or is not heard of any more."""
+        ...
+
+    def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
+        """All nodes have come to a stage of an epoch; what they said, by position."""
+        ...
+
+    def ended(self, reason: str) -> None:
+        """Another node has ended the job by a failure."""
+        ...
+
+    def broken(self, error: BaseException) -> None:
+        """Deciding cannot go on."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +65,8 @@ class SlotState:
 class Decider(Protocol):
     """Takes failure records, gives plans. Records and reports take effect in the order of the calls."""
 
-    async def open(self, on_plan: OnPlan, make_store: MakeStore, on_error: Callable[[BaseException], None]) -> int:
-        """Start; the epoch of the job. `on_plan` is called for every later plan, in order."""
+    async def open(self, ears: Ears, make_store: MakeStore) -> PlanView:
+        """Take part; returns once the job has begun, with its newest plan. `ears` hears of what comes later."""
         ...
 
     def publish(self, state: SlotState) -> None:
@@ -49,16 +77,21 @@ class Decider(Protocol):
         """A rank failed in `epoch`; of no effect when the job's epoch is another one by now."""
         ...
 
-    async def close(self, succeeded: bool) -> None:
-        """Stop; also after `open` failed half-way."""
+    def say(self, epoch: int, stage: str, payload: bytes) -> None:
+        """This node has come to a stage on the way into an epoch."""
+        ...
+
+    async def close(self, succeeded: bool | None, reason: str = "") -> None:
+        """Stop, also after `open` failed half-way. `succeeded` None: this node leaves, the job may go on without it."""
         ...
 
 
 class Alone:
     """Decides in this process."""
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, slots: int) -> None:
         self._policy = policy
+        self._world = World.alone(slots)
         self._epoch = 0
         self._slots: dict[int, SlotState] = {}
         self._pending: list[Death] = []
@@ -66,12 +99,13 @@ class Alone:
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
-    async def open(self, on_plan: OnPlan, make_store: MakeStore, on_error: Callable[[BaseException], None]) -> int:
-        self._on_plan, self._make_store, self._on_error = on_plan, make_store, on_error
-        return self._epoch
+    async def open(self, ears: Ears, make_store: MakeStore) -> PlanView:
+        self._ears, self._make_store = ears, make_store
+        host, port = await make_store(0)
+        return PlanView(0, "start", {}, StoreAddress(host, port), "", self._world)
 
     def publish(self, state: SlotState) -> None:
-        self._slots[state.slot] = state
+        self._slots[state.rank] = state
 
     def report(self, epoch: int, death: Death) -> None:
         if epoch != self._epoch:
@@ -89,12 +123,12 @@ class Alone:
     async def _decide(self) -> None:
         self._timer = None
         deaths, self._pending = self._pending, []
-        shadows: Mapping[int, ShadowState] = {state.slot: state.shadow for state in self._slots.values()}
+        shadows: Mapping[int, ShadowState] = {state.rank: state.shadow for state in self._slots.values()}
         now = time.time()
         view = JobView(
             epoch=self._epoch,
             step_of_failure=max(death.step for death in deaths),
-            failures=tuple(Failure(death.rank, death.slot, death.cause, death.step) for death in deaths),
+            failures=tuple(Failure(death.rank, death.rank, death.cause, death.step) for death in deaths),
             shadows=shadows,
             protected=all(state.protected for state in self._slots.values()),
             leto_job=True,
@@ -109,10 +143,14 @@ class Alone:
         self._history.append(PastRecovery(self._epoch, view.step_of_failure, now, len(deaths)))
         host, port = await self._make_store(self._epoch)
         repairs = {repair.slot: repair.action for repair in decision.repairs}
-        plan = PlanView(self._epoch, decision.action, repairs, StoreAddress(host, port), decision.reason)
-        self._on_plan(plan)
+        action: Any = decision.action
+        address = StoreAddress(host, port)
+        self._ears.plan_arrived(PlanView(self._epoch, action, repairs, address, decision.reason, self._world))
 
-    async def close(self, succeeded: bool) -> None:  # noqa: ARG002  (nobody to tell)
+    def say(self, epoch: int, stage: str, payload: bytes) -> None:
+        asyncio.get_running_loop().call_soon(self._ears.met, epoch, stage, {0: payload})
+
+    async def close(self, succeeded: bool | None, reason: str = "") -> None:  # noqa: ARG002  (nobody to tell)
         if self._timer is not None:
             self._timer.cancel()
         for task in list(self._tasks):

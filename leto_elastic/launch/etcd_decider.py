@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 import sys
 import time
 import uuid
@@ -12,15 +11,19 @@ from collections.abc import Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
+import msgspec
+
 from leto_elastic.coordinator.coordinator import Coordinator
 from leto_elastic.coordinator.embedded import EmbeddedEtcd
 from leto_elastic.coordinator.leader import Leader
-from leto_elastic.coordinator.schema import FailureRecord, NodeRecord, PlanRecord, SlotRecord
+from leto_elastic.coordinator.roster import Ended, Failed, Gone, News, Present, Said
+from leto_elastic.coordinator.schema import FailureRecord, NodeRecord, PlanRecord, ShardRecord, SlotRecord
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import LetoError
 from leto_elastic.launch.actions import Death
-from leto_elastic.launch.deciding import MakeStore, OnPlan, SlotState
+from leto_elastic.launch.deciding import Ears, MakeStore, SlotState
 from leto_elastic.launch.job import PlanView
+from leto_elastic.launch.world import World, code_of, position_among
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
 
@@ -34,38 +37,66 @@ class EtcdDecider:
     Args:
         settings: of a given etcd; None starts one.
         run_id: `--rdzv-id`.
-        slots: workers of this node.
+        node: this node's record.
+        nodes: least and most nodes.
         policy: deadlines, lease.
         max_restarts: whole-group restarts of scripts that never call `leto.init()`.
     """
 
     def __init__(
-        self, settings: EtcdSettings | None, run_id: str, slots: int, policy: Policy, max_restarts: int
+        self,
+        settings: EtcdSettings | None,
+        run_id: str,
+        node: NodeRecord,
+        nodes: tuple[int, int],
+        policy: Policy,
+        max_restarts: int,
     ) -> None:
         self._settings = settings
         self._run_id = run_id
-        self._slots = slots
+        self._node = node
+        self._nodes = nodes
         self._policy = policy
         self._max_restarts = max_restarts
         self._embedded: EmbeddedEtcd | None = None
         self._coordinator: Coordinator | None = None
         self._leader: Leader | None = None
+        self._plan = PlanView(-1, "start", {}, StoreAddress("", 0), "", World((), None))
+        self._said: dict[str, dict[int, bytes]] = {}
         self._tasks: set[asyncio.Task[object]] = set()
+        self.make_keeper: Callable[[str, bytes], int] | None = None  # (node id, the job's secret) -> port
 
-    async def open(self, on_plan: OnPlan, make_store: MakeStore, on_error: Callable[[BaseException], None]) -> int:
-        self._on_error = on_error
+    async def open(self, ears: Ears, make_store: MakeStore) -> PlanView:
+        self._ears, self._make_store = ears, make_store
         settings = self._settings
         if settings is None:
             self._embedded = await EmbeddedEtcd.start(timeout=self._policy.deadlines.etcd_start)
             settings = self._embedded.settings
-        node_id = f"{socket.gethostname()}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
-        coordinator = self._coordinator = await Coordinator.open(settings, self._run_id, node_id, self._policy)
-        await coordinator.register(NodeRecord(host=socket.gethostname(), pid=os.getpid(), slots=self._slots))
-        epoch = await coordinator.begin()
-        self._leader = Leader(coordinator, make_store=make_store, max_restarts=self._max_restarts)
-        self._watch(self._leader.start())
-        self._start(self._follow(coordinator, epoch, on_plan))
-        return epoch
+        self._id = f"{self._node.host}-{os.getpid()}-{uuid.uuid4().hex[:8]}"
+        coordinator = self._coordinator = await Coordinator.open(settings, self._run_id, self._id, self._policy)
+        node = self._node
+        if self.make_keeper is not None:
+            port = self.make_keeper(self._id, await coordinator.secret())
+            node = msgspec.structs.replace(node, keeper=port)
+        await coordinator.register(node)
+        least, most = self._nodes
+        plan = await coordinator.meet(make_store, least=least, most=most)
+        self._plan = self._view(plan)
+        self._lead()
+        self._start(self._follow(coordinator, plan.epoch))
+        return self._plan
+
+    def _lead(self) -> None:
+        """Stand for leader once this node takes part: a spare must not decide about a job that it may be alone in."""
+        if self._leader is None and self._plan.world.position is not None:
+            assert self._coordinator is not None
+            self._leader = Leader(
+                self._coordinator,
+                make_store=self._make_store,
+                max_restarts=self._max_restarts,
+                code=code_of(self._policy, self._plan.world.seats) or (0, 0),
+            )
+            self._watch(self._leader.start())
 
     def publish(self, state: SlotState) -> None:
         record = SlotRecord(
@@ -77,12 +108,17 @@ class EtcdDecider:
             finished=state.finished,
         )
         assert self._coordinator is not None
-        self._start(self._coordinator.put_slot(state.slot, record))
+        self._start(self._coordinator.put_slot(state.rank, record))
+
+    def shard(self, record: ShardRecord) -> None:
+        """The protected state of a slot changed."""
+        assert self._coordinator is not None
+        self._start(self._coordinator.put_shard(record))
 
     def report(self, epoch: int, death: Death) -> None:
         record = FailureRecord(
             rank=death.rank,
-            slot=death.slot,
+            slot=death.rank,
             pid=death.pid,
             cause=death.cause,
             step=death.step,
@@ -94,15 +130,22 @@ class EtcdDecider:
         # A stale report needs nothing: the plan that made it stale does not cover the death, which the job notices.
         self._start(self._coordinator.report_failure(epoch, record))
 
-    async def close(self, succeeded: bool) -> None:
+    def say(self, epoch: int, stage: str, payload: bytes) -> None:
+        position = self._plan.world.position
+        assert self._coordinator is not None
+        assert position is not None
+        self._start(self._coordinator.say(epoch, stage, position, payload))
+
+    async def close(self, succeeded: bool | None, reason: str = "") -> None:
         try:
             if self._coordinator is not None:
-                await self._leave(self._coordinator, succeeded)
+                await self._leave(self._coordinator, succeeded, reason)
         finally:
+            self._coordinator = None
             if self._embedded is not None:
                 await self._embedded.stop()
 
-    async def _leave(self, coordinator: Coordinator, succeeded: bool) -> None:
+    async def _leave(self, coordinator: Coordinator, succeeded: bool | None, reason: str) -> None:
         tasks = list(self._tasks)
         self._tasks.clear()
         for task in tasks:
@@ -110,17 +153,60 @@ class EtcdDecider:
         await asyncio.gather(*tasks, return_exceptions=True)
         if self._leader is not None:
             await self._leader.close()
+            self._leader = None
+        member = self._plan.world.position is not None
         try:
-            if self._embedded is None:
-                await coordinator.finish("succeeded" if succeeded else "failed", timeout=_FAREWELL)
+            if self._embedded is None and succeeded is not None and member:
+                await coordinator.finish("succeeded" if succeeded else "failed", reason=reason, timeout=_FAREWELL)
         except LetoError as error:
             print(f"leto: the end of the run is not recorded in etcd: {error}", file=sys.stderr)
         await coordinator.close(timeout=_FAREWELL)
 
-    async def _follow(self, coordinator: Coordinator, epoch: int, on_plan: OnPlan) -> None:
-        async with aclosing(coordinator.plans(after=epoch)) as plans:
-            async for plan in plans:
-                on_plan(_view(plan))
+    # ---- what is heard
+
+    async def _follow(self, coordinator: Coordinator, epoch: int) -> None:
+        async with aclosing(coordinator.news(after=epoch)) as news:
+            async for piece in news:
+                self._hear(piece)
+
+    def _hear(self, piece: News) -> None:
+        world = self._plan.world
+        match piece:
+            case PlanRecord():
+                self._plan = self._view(piece)
+                self._said.clear()
+                self._lead()
+                self._ears.plan_arrived(self._plan)
+            case Failed(epoch, record):
+                self._ears.rank_failed(epoch, _death(record))
+            case Said(epoch, stage, position, payload) if epoch == self._plan.epoch:
+                said = self._said.setdefault(stage, {})
+                complete = len(said) == len(world.seats)
+                said[position] = payload
+                if not complete and len(said) == len(world.seats):
+                    self._ears.met(epoch, stage, dict(said))
+            case Gone(node):
+                self._missing(node)
+            case Present(nodes):
+                for seat in world.seats:
+                    if seat.node not in nodes:
+                        self._missing(seat.node)
+            case Ended("failed", reason):
+                self._ears.ended(reason)
+
+    def _missing(self, node: str) -> None:
+        position = position_among(self._plan.world.seats, node)
+        if position is not None and node != self._id:
+            self._ears.node_gone(position)
+
+    def _view(self, plan: PlanRecord) -> PlanView:
+        repairs = {repair.slot: repair.action for repair in plan.repairs}
+        world = World(plan.nodes, position_among(plan.nodes, self._id), plan.generation)
+        deaths = tuple(_death(failure) for failure in plan.failures)
+        store = StoreAddress(plan.store_host, plan.store_port)
+        return PlanView(plan.epoch, plan.action, repairs, store, plan.reason, world, deaths)
+
+    # ---- tasks
 
     def _start(self, coroutine: Coroutine[Any, Any, object]) -> None:
         """Run a coroutine; those started first take their first steps first, which keeps the order of writes."""
@@ -135,9 +221,9 @@ class EtcdDecider:
         if not task.cancelled():
             error = task.exception()
             if error is not None:
-                self._on_error(error)
+                self._ears.broken(error)
 
 
-def _view(plan: PlanRecord) -> PlanView:
-    repairs = {repair.slot: repair.action for repair in plan.repairs}
-    return PlanView(plan.epoch, plan.action, repairs, StoreAddress(plan.store_host, plan.store_port), plan.reason)
+def _death(record: FailureRecord) -> Death:
+    """The record of a failure as the agent that saw it had it, but for the exit code."""
+    return Death(record.rank, record.slot, record.pid, 0, record.cause, record.step, record.phase, record.chunk)

@@ -1,4 +1,4 @@
-"""The state machine of a job on one node: what an agent does when a process speaks or ends, or a plan arrives.
+"""The state machine of a job on its node: what an agent does when a process speaks or ends, or a plan arrives.
 
 Pure: a method takes an event and returns actions, in the order in which they must happen. There is no clock, no socket
 and no process here, so that every sequence of events can be told as a test.
@@ -6,9 +6,12 @@ and no process here, so that every sequence of events can be told as a test.
 Guarantees, whatever the order of events:
 
 * A death is followed at once by `Abort` to every other trainer of the epoch, then by its failure record.
-* `Plan` and `Promote` of an epoch are sent together, once every replaced rank has a process that is ready. Until then
-  survivors wait. A plan that does not cover all dead ranks (one died while it was made) is not executed: the remaining
-  deaths are reported again, in its epoch, and the next plan covers them all.
+* `Plan` and `Promote` of an epoch are sent together, once every replaced rank of the job has a process that is ready.
+  Until then survivors wait. A plan that does not cover all dead ranks and lost nodes (one died while it was made) is
+  not executed: the remaining deaths are reported again, in its epoch, and the next plan covers them all.
+* In a job of several nodes the way into an epoch has stages, at which all nodes meet: *standing* (no trainer moves any
+  more, so where each stands is final), then each node brings the state of its slots to the version that follows from
+  that, then *ready*. A failure anywhere ends the way; the next plan begins it again, and nothing done so far is in vain.
 * A process that waits to be promoted and dies is a failure of its rank; any other standby is just started again.
 * Once a rank has left the loop, all have committed the last step. No epoch is built any more: whoever still waits in
   the loop is released, and a rank that is killed then is replaced once, alone, to do what follows the loop.
@@ -17,7 +20,7 @@ Guarantees, whatever the order of events:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from leto_elastic import wire
@@ -31,16 +34,24 @@ from leto_elastic.launch.actions import (
     Kill,
     Kind,
     Publish,
+    Recall,
     Report,
     Restart,
+    Say,
     Send,
     Settled,
     Spawn,
+    Stand,
     Warn,
+    Welcome,
 )
 from leto_elastic.launch.slots import Blob, Held, Member, Slot
 from leto_elastic.launch.stall import Stall
+from leto_elastic.launch.world import World
 from leto_elastic.recovery.policy import FailureClass
+
+SPARE = -1
+"""Rank of the slots of a node that has no place in the job."""
 
 QUICK_DEATHS = 3
 """So many shadows of a slot in a row that die before they are ready, and no further one is started."""
@@ -48,26 +59,43 @@ QUICK_DEATHS = 3
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """Of a plan, what an agent needs. `repairs`: action by slot."""
+    """Of a plan, what an agent needs. `repairs`: action by rank; `deaths`: what it covers."""
 
     epoch: int
-    action: Literal["repair", "restart", "fail"]
+    action: Literal["start", "repair", "restart", "finish", "fail"]
     repairs: Mapping[int, str]
     store: wire.StoreAddress
     reason: str
+    world: World = field(default_factory=lambda: World.alone(0))
+    deaths: tuple[Death, ...] = ()
 
 
 class Job:
     """One start of the group.
 
     Args:
-        held: the segments of each slot; slot and rank are the same on a single node.
+        held: the segments of each slot.
         shadows: whether slots have shadows.
         restarts_left: whole-group restarts left for a script that never says Hello.
+        epoch: at which it starts.
+        world: who takes part; None for a job of this node alone.
     """
 
-    def __init__(self, held: Sequence[Held], *, shadows: bool, restarts_left: int, epoch: int = 0) -> None:
-        self.slots = [Slot(index=index, rank=index, held=segments) for index, segments in enumerate(held)]
+    def __init__(
+        self,
+        held: Sequence[Held],
+        *,
+        shadows: bool,
+        restarts_left: int,
+        epoch: int = 0,
+        world: World | None = None,
+    ) -> None:
+        self.world = world or World.alone(len(held))
+        ranks = self.world.own or [SPARE] * len(held)
+        self.slots = [
+            Slot(index=index, rank=rank, held=segments)
+            for index, (rank, segments) in enumerate(zip(ranks, held, strict=True))
+        ]
         self.members: dict[int, Member] = {}
         self.leto = False
         self.epoch = epoch
@@ -78,8 +106,22 @@ class Job:
         self._restarts_left = restarts_left
         self._aborted = False  # this epoch
         self._launched = True  # the plan of this epoch is executed
+        self._stood = False  # what this node has said on the way into this epoch
+        self._restored = False
+        self._readied = False
         self._store = wire.StoreAddress("", 0)
         self._stall: Stall | None = None
+        self._gone: dict[int, str] = {}  # nodes that were lost, by position
+
+    @property
+    def spare(self) -> bool:
+        """This node has no place in the job (yet)."""
+        return self.world.position is None
+
+    @property
+    def several(self) -> bool:
+        """The job has other nodes."""
+        return len(self.world.seats) > 1
 
     @property
     def protected(self) -> bool:
@@ -126,6 +168,8 @@ class Job:
     def _trainer_gone(self, slot: Slot, death: Death, died: float, noticed: float) -> list[Action]:
         event = Emit("failure", _fields(death))
         if not self.leto:
+            if self.several:
+                return [event, Report(self.epoch, death)]
             if self._restarts_left > 0:
                 self._restarts_left -= 1
                 self.over = True
@@ -140,14 +184,49 @@ class Job:
     def _failed(self, slot: Slot, death: Death, died: float, noticed: float) -> list[Action]:
         slot.death = death
         slot.awaiting = False
-        if self._stall is None:
-            positions = [position for position in (other.position() for other in self.slots) if position is not None]
-            newest = max((position.step for position in positions), default=death.step)
-            self._stall = Stall(died=died, noticed=noticed, newest=newest)
-        self._stall.deaths.append(death)
+        self._mourned(death, died, noticed)
         standby = slot.standby
         warning = [Warn(standby.key)] if standby is not None and standby.ready else []
         return [Report(self.epoch, death), *warning]
+
+    def _mourned(self, death: Death, died: float, noticed: float) -> None:
+        if self._stall is None:
+            self._stall = Stall(died=died, noticed=noticed, newest=max(self.newest(), death.step))
+        self._stall.add(death)
+
+    def newest(self) -> int:
+        """The newest step that a slot of this node stands at."""
+        positions = [position for position in (slot.position() for slot in self.slots) if position is not None]
+        return max((position.step for position in positions), default=0)
+
+    # ---- other nodes
+
+    def failed_elsewhere(self, epoch: int, death: Death, now: float) -> list[Action]:
+        """A rank failed in `epoch`; of no effect for one of this node, or when that epoch is over."""
+        if self.over or self.finished or self.spare or not self.leto:
+            return []
+        if epoch != self.epoch or death.rank in self.world.own:
+            return []
+        self._mourned(death, now, now)
+        return self._abort()
+
+    def node_gone(self, position: int, now: float) -> list[Action]:
+        """The node at a position is lost, with all its ranks and its memory; may be told again."""
+        if self.over or self.finished or self.spare:
+            return []
+        self._gone[position] = self.world.seats[position].node
+        return [*self._abort(), *self._lost_nodes(now)]
+
+    def _lost_nodes(self, now: float) -> list[Action]:
+        """Report the nodes that are gone and still have their places."""
+        reports: list[Action] = []
+        for position, node in self._gone.items():
+            if self.world.seats[position].node == node:
+                for rank in self.world.ranks(position):
+                    death = Death(rank, rank, 0, 0, FailureClass.NODE, self.newest(), "", 0)
+                    self._mourned(death, now, now)
+                    reports.append(Report(self.epoch, death))
+        return reports
 
     def _abort(self) -> list[Action]:
         first, self._aborted = not self._aborted, True
@@ -196,12 +275,23 @@ class Job:
         """Start the shadows that are missing and may run."""
         if not self._shadows or self.over or self.finished or self.short is not None:
             return []
+        if self.spare:
+            return self._spares_wanted()
         if not self.protected or self._stall is not None:
             return []
         actions: list[Action] = []
         for slot in self.slots:
             missing = slot.standby is None and not slot.spawning and slot.trainer is not None
             if missing and slot.record is not None and not slot.unfit and slot.quick_deaths < QUICK_DEATHS:
+                slot.spawning = True
+                actions.append(Spawn(slot.index, "shadow"))
+        return actions
+
+    def _spares_wanted(self) -> list[Action]:
+        """Processes that have run the script up to `leto.init()`, and there wait for a rank."""
+        actions: list[Action] = []
+        for slot in self.slots:
+            if slot.standby is None and not slot.spawning and slot.quick_deaths < QUICK_DEATHS:
                 slot.spawning = True
                 actions.append(Spawn(slot.index, "shadow"))
         return actions
@@ -224,27 +314,74 @@ class Job:
 
     def plan(self, plan: PlanView, now: float) -> list[Action]:
         """A plan arrived; one that is not newer than the epoch is ignored."""
-        if self.over or self.finished or plan.epoch <= self.epoch:
+        if self.over or plan.epoch <= self.epoch:
             return []
         if plan.action == "fail":
             return self._end(plan.reason)
+        if plan.action == "finish":
+            self.epoch = plan.epoch
+            return self._training_over()
+        if self.finished:
+            return self._object(plan.epoch) if self.several else []
         if plan.action == "restart":
             self.over = True
             return [Restart(plan.reason)]
-        self.epoch = plan.epoch
-        self.commits.clear()
-        self._store = plan.store
-        self._launched = False
-        self._aborted = False
-        actions: list[Action] = []
+        if self.spare:
+            return self._take_place(plan, now) if plan.world.position is not None else []
+        actions = self._abort()
+        self._enter(plan)
         for slot in self.slots:
-            if slot.death is not None and slot.index in plan.repairs:
-                actions += self._repair(slot, plan.repairs[slot.index])
-        uncovered = [slot.death for slot in self.slots if slot.death is not None]
+            if slot.death is not None and slot.rank in plan.repairs:
+                actions += self._repair(slot, plan.repairs[slot.rank])
+        uncovered: list[Action] = [Report(self.epoch, slot.death) for slot in self.slots if slot.death is not None]
+        uncovered += self._lost_nodes(now)
         if uncovered:
             self._aborted = True
-            return [*actions, *(Report(self.epoch, death) for death in uncovered)]
+            return [*actions, *uncovered]
+        for death in plan.deaths:
+            self._mourned(death, now, now)
         return [*actions, *self._launch(now)]
+
+    def _enter(self, plan: PlanView) -> None:
+        self.epoch = plan.epoch
+        self.world = plan.world if plan.world.seats and plan.world.size else self.world
+        self.commits.clear()
+        self._store = plan.store
+        self._launched = self._aborted = False
+        self._stood = self._restored = self._readied = False
+
+    def _take_place(self, plan: PlanView, now: float) -> list[Action]:
+        """This node was a spare, and gets the place of a lost one: its ranks, whose memory the others restore."""
+        self._enter(plan)
+        self.leto = True
+        actions: list[Action] = []
+        for slot, rank in zip(self.slots, plan.world.own, strict=True):
+            slot.rank, slot.awaiting, slot.lost = rank, True, True
+            actions.append(Recall(slot.index))
+        for death in plan.deaths:
+            self._mourned(death, now, now)
+        assert self._stall is not None
+        self._stall.actions.update(dict.fromkeys(plan.world.own, "replace"))
+        return [*actions, *self._launch(now)]
+
+    def recalled(self, slot_index: int, record: Blob) -> list[Action]:
+        """The set-up record of a slot that this node has taken over was fetched from its keepers."""
+        slot = self.slots[slot_index]
+        slot.record = record
+        if slot.standby is not None:
+            slot.standby.kind = "respawn"
+            return [Hurry(slot.standby.key), *([Welcome(slot.standby.key)] if slot.standby.greeted else [])]
+        return self._stand_in(slot)
+
+    def _object(self, epoch: int) -> list[Action]:
+        """They would build an epoch without this node, which has finished the training: so have they."""
+        self.epoch = epoch
+        done = [slot for slot in self.slots if slot.finished]
+        reports = [
+            Report(epoch, Death(slot.rank, slot.index, 0, 0, FailureClass.EXIT, self.newest(), "done", 0))
+            for slot in done[:1]
+        ]
+        return [*(Publish(slot.index) for slot in self.slots), *reports]
 
     def _repair(self, slot: Slot, action: str) -> list[Action]:
         slot.death = None
@@ -274,8 +411,66 @@ class Job:
         """Execute the plan of this epoch, if everything is there."""
         if self._launched or self._aborted or self._stall is None:
             return []
+        if self.several and not self._restored:
+            return self._stand()
         if any(slot.awaiting and (slot.standby is None or not slot.standby.ready) for slot in self.slots):
             return []
+        if self.several:
+            first, self._readied = not self._readied, True
+            return [Say(self.epoch, "ready")] if first else []
+        return self._go(now)
+
+    def _stand(self) -> list[Action]:
+        if self._stood or not all(slot.trainer is None or slot.trainer.parked for slot in self.slots):
+            return []
+        self._stood = True
+        return [Stand(self.epoch)]
+
+    def parked(self, key: int, now: float) -> list[Action]:
+        """A trainer waits for a plan, and its header does not move any more."""
+        self.members[key].parked = True
+        return self._launch(now)
+
+    def restored(self, epoch: int, version: int | None, manifests: Mapping[int, Blob], now: float) -> list[Action]:
+        """The state of this node's slots is at `version` (None: nothing had to be moved).
+
+        `manifests`: of slots whose memory was lost and is there again, by index.
+        """
+        if epoch != self.epoch or self._stall is None:
+            return []
+        actions: list[Action] = []
+        for index, manifest in manifests.items():
+            slot = self.slots[index]
+            slot.manifest, slot.lost = manifest, False
+            if slot.standby is not None and slot.standby.rehearsed:
+                actions.append(self._attach(slot, slot.standby))
+        self._restored = True
+        self._stall.version = version
+        return [*actions, *self._launch(now)]
+
+    def damaged(self, ranks: Sequence[int]) -> list[Action]:
+        """The memory of these ranks of this node is not what it should be: their processes must not go on with it."""
+        actions: list[Action] = []
+        for slot in self.slots:
+            if slot.rank not in ranks:
+                continue
+            slot.lost = True
+            if slot.trainer is not None:  # its end is the failure
+                actions.append(Kill(slot.trainer.key))
+            else:
+                slot.death = Death(slot.rank, slot.index, 0, 0, FailureClass.STATE, self.newest(), "", 0)
+                slot.awaiting, self._aborted = False, True
+                actions.append(Report(self.epoch, slot.death))
+        return actions
+
+    def all_ready(self, epoch: int, now: float) -> list[Action]:
+        """Every node has all it needs for `epoch`."""
+        if epoch != self.epoch or self._launched or self._aborted or self._stall is None:
+            return []
+        return self._go(now)
+
+    def _go(self, now: float) -> list[Action]:
+        assert self._stall is not None
         self._launched = True
         self._stall.launched = now
         promotions: list[Action] = []
@@ -284,7 +479,8 @@ class Job:
             if slot.awaiting:
                 promotions += self._promote(slot, self._store)
             elif slot.trainer is not None:
-                plans.append(Send(slot.trainer.key, wire.Plan(self.epoch, self._store)))
+                slot.trainer.parked = False
+                plans.append(Send(slot.trainer.key, wire.Plan(self.epoch, self._store, self.world.generation)))
         return [*promotions, *plans, *(Publish(slot.index) for slot in self.slots)]
 
     def _promote(self, slot: Slot, store: wire.StoreAddress) -> list[Action]:
@@ -299,7 +495,8 @@ class Job:
         slot.unfit = False
         slot.quick_deaths = 0
         member.kind = "trainer"
-        return [*actions, HandOver(member.key, wire.Promote(self.epoch, slot.manifest.version, store))]
+        promote = wire.Promote(self.epoch, slot.manifest.version, store, self.world.generation)
+        return [*actions, HandOver(member.key, promote)]
 
     def _attach(self, slot: Slot, member: Member) -> Send:
         assert slot.manifest is not None
@@ -380,15 +577,20 @@ class Job:
         """A trainer has left the loop, so the training is over on all ranks, also on those that died in its barrier."""
         slot = self.slots[self.members[key].slot]
         slot.finished = True
-        actions: list[Action] = [Publish(slot.index)]
-        if self._stall is None:
-            return actions
+        return [Publish(slot.index), *(self._training_over() if self._stall is not None else [])]
+
+    def _training_over(self) -> list[Action]:
+        """Nobody builds an epoch any more: release who waits for one, replace alone who died."""
         self._stall = None
-        actions += self._release()
-        for other in self.slots:
-            if other.death is not None or other.awaiting:
-                other.death, other.alone, other.awaiting = None, True, True
-                actions += self._stand_in(other)
+        actions = self._release()
+        for slot in self.slots:
+            if slot.lost:  # what it had still to do after the loop is lost with its node
+                slot.done = True
+            elif slot.death is not None or slot.awaiting:
+                slot.death, slot.alone, slot.awaiting = None, True, True
+                actions += self._stand_in(slot)
+        if all(slot.done for slot in self.slots):
+            return self._end(None)
         return [*actions, *self._launch_alone()]
 
     def _end(self, reason: str | None) -> list[Action]:

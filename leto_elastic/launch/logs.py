@@ -94,8 +94,8 @@ def _open(path: str, console: TextIO, fallback: int) -> int:
     return os.dup(fallback)
 
 
-def open_shadow_log(run_dir: str, slot: int, number: int) -> int:
-    """The log of the `number`-th shadow of a slot, `<run_dir>/logs/shadow.<slot>.<number>.log`."""
-    directory = Path(run_dir, "logs")
+def open_shadow_log(logs: str, slot: int, number: int) -> int:
+    """The log of the `number`-th shadow of a slot, `<logs>/shadow.<slot>.<number>.log`."""
+    directory = Path(logs)
     directory.mkdir(exist_ok=True)
     return os.open(directory / f"shadow.{slot}.{number}.log", _APPEND | os.O_TRUNC, 0o666)

@@ -47,10 +47,15 @@ def entry_of(entrypoint: Callable[..., object] | str | None, args: tuple[object,
 class RunDirectory:
     """The directory of a run, locked for as long as this object is open.
 
+    Args:
+        path: of it; made when it is missing.
+        shared: with the agents of other nodes of the job. `first` says that none of them has it open.
+
     Raises ConfigError when it cannot be written, or another job uses it.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, *, shared: bool = False) -> None:
+        self.first = True
         self.path = str(Path(path).absolute())
         hint = "choose another one with --rdzv-conf run_dir=PATH"
         try:
@@ -61,8 +66,17 @@ class RunDirectory:
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(self._lock)
-            raise ConfigError(f"another job is using the run directory {self.path}; {hint}") from None
+            if not shared:
+                os.close(self._lock)
+                raise ConfigError(f"another job is using the run directory {self.path}; {hint}") from None
+            self.first = False
+            fcntl.flock(self._lock, fcntl.LOCK_SH)  # the first one does not keep it exclusive for long
+        self._shared = shared
+
+    def let_others(self) -> None:
+        """What only the first one may do is done."""
+        if self._shared:
+            fcntl.flock(self._lock, fcntl.LOCK_SH)
 
     def close(self) -> None:
         os.close(self._lock)

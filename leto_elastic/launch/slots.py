@@ -51,6 +51,7 @@ class Member:
     greeted: bool = False
     rehearsed: bool = False
     ready: bool = False
+    parked: bool = False  # a trainer that waits for a plan
     dismissed: bool = False  # killed because memory was short
     attached: int = -1  # version of the manifest it was given
     failing: str | None = None
@@ -72,6 +73,7 @@ class Slot:
     done: bool = False
     death: Death | None = None  # not yet covered by a plan
     awaiting: bool = False  # covered by a plan, no trainer yet
+    lost: bool = False  # its memory was on a node that is gone, and is not restored yet
     alone: bool = False  # replaced after the training was over, which is done once
     unfit: bool = False
     quick_deaths: int = 0
@@ -103,7 +105,9 @@ class Slot:
     def mourn(self, member: Member, code: int) -> Death:
         """The record of a trainer's end."""
         position = self.position()
-        if code < 0:
+        if self.lost:
+            cause = FailureClass.STATE
+        elif code < 0:
             cause = FailureClass.SIGNAL
         else:
             cause = FailureClass.EXCEPTION if member.failing is not None else FailureClass.EXIT

@@ -26,7 +26,8 @@ class Stall:
     Args:
         died: when the first worker ended, as near as is known.
         noticed: when the agent saw it.
-        newest: newest step that any header stood at then.
+        newest: newest step that any header of this node stood at then.
+        version: the step that all state was brought to, when memory was lost.
     """
 
     died: float
@@ -35,6 +36,12 @@ class Stall:
     deaths: list[Death] = field(default_factory=list)
     actions: dict[int, str] = field(default_factory=dict)
     launched: float = 0.0
+    version: int | None = None
+
+    def add(self, death: Death) -> None:
+        """A further worker ended; of no effect when that of its rank is known."""
+        if all(known.rank != death.rank for known in self.deaths):
+            self.deaths.append(death)
 
     def fields(
         self, epoch: int, commits: Mapping[int, Committed], now: float, pids: Mapping[int, int]
@@ -50,7 +57,8 @@ class Stall:
         ends = [commit.marks.get("first_step", now) for commit in commits.values()]
         ranks = sorted({death.rank for death in self.deaths})
         first = self.deaths[0]
-        forward = any(commits[rank].resolution == "forward" for rank in ranks)
+        forward = any(commits[rank].resolution == "forward" for rank in ranks if rank in commits)
+        reached = min(commit.step for commit in commits.values()) if self.version is None else self.version
         return {
             "epoch": epoch,
             "cause": str(first.cause),
@@ -59,7 +67,7 @@ class Stall:
             "action": self.actions.get(first.rank, "promote"),
             "actions": {str(rank): action for rank, action in sorted(self.actions.items())},
             "resolution": "forward" if forward else "rerun",
-            "lost_steps": max(0, self.newest - min(commit.step for commit in commits.values())),
+            "lost_steps": max(0, self.newest - reached),
             "stall_ms": _ms(max(ends) - self.died),
             "phases_ms": self._phases(commits),
             "pids": {str(rank): pid for rank, pid in sorted(pids.items())},

@@ -14,27 +14,28 @@ from torch._C._distributed_c10d import TCPStore
 
 from leto_elastic.wire import StoreAddress
 
-_HOST = "127.0.0.1"
 _BACKLOG = 2048
 
 
 class Stores:
-    """The server at hand; it listens on loopback only, on a port that the kernel chose."""
+    """The server at hand; it listens on one address only, on a port that the kernel chose."""
 
-    def __init__(self, timeout: float) -> None:
+    def __init__(self, timeout: float, host: str = "127.0.0.1") -> None:
         self._timeout = timedelta(seconds=timeout)
+        self._host = host
         self._server: TCPStore | None = None
-        self._address = StoreAddress(_HOST, 0)
+        self._address = StoreAddress(host, 0)
 
     def make(self) -> StoreAddress:
         """The server's address; it is started if there is none."""
         if self._server is None:
-            with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
-                sock.bind((_HOST, 0))
+            family = socket.AF_INET6 if ":" in self._host else socket.AF_INET
+            with socket.socket(family, socket.SOCK_STREAM) as sock:
+                sock.bind((self._host, 0))
                 sock.listen(_BACKLOG)
                 port: int = sock.getsockname()[1]
                 self._server = TCPStore(
-                    _HOST,
+                    self._host,
                     port,
                     None,
                     True,
@@ -42,7 +43,7 @@ class Stores:
                     wait_for_workers=False,
                     master_listen_fd=sock.detach(),
                 )
-            self._address = StoreAddress(_HOST, port)
+            self._address = StoreAddress(self._host, port)
         return self._address
 
     def fresh(self) -> StoreAddress:

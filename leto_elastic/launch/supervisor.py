@@ -11,13 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from leto_elastic import wire
-from leto_elastic.errors import NotEnoughMemory
+from leto_elastic.errors import LetoError, NotEnoughMemory, StateError
 from leto_elastic.launch import actions as act
 from leto_elastic.launch.crew import Crew
 from leto_elastic.launch.crew import Job as Order
@@ -27,10 +27,12 @@ from leto_elastic.launch.job import Job, PlanView
 from leto_elastic.launch.logs import Logs, open_shadow_log
 from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
+from leto_elastic.launch.protection import Damaged, Protection
 from leto_elastic.launch.segments import Memory, MemoryGauge, Segments
 from leto_elastic.launch.slots import Blob, Member
 from leto_elastic.launch.stores import Stores
 from leto_elastic.launch.terms import Host, Interrupted, Outcome, Settings
+from leto_elastic.launch.world import World
 from leto_elastic.observe import report
 from leto_elastic.observe.events import EventLog
 
@@ -43,6 +45,10 @@ class _Restarting(Exception):
     """The group is to be started again; the message says why."""
 
 
+class _Fenced(Exception):
+    """The job has gone on without this node; nothing of what runs here is of use any more."""
+
+
 class Supervisor:
     """Runs one job to its end.
 
@@ -53,6 +59,7 @@ class Supervisor:
         events: where events go.
         forker: starts processes.
         memory: says how much memory is left.
+        protection: of the state against lost memory, in a job of several nodes.
     """
 
     def __init__(
@@ -63,23 +70,28 @@ class Supervisor:
         events: EventLog,
         forker: Forker | None = None,
         memory: Memory | None = None,
+        protection: Protection | None = None,
     ) -> None:
         self._settings = settings
         self._policy = settings.policy
         self._host = host
         self._decider = decider
         self._events = events
+        self._protection = protection
         memory = memory or Memory()
         self._gauge = MemoryGauge(self._policy.shadow, memory)
-        self._held = [Segments(slot, memory) for slot in range(settings.world_size)]
-        self._stores = Stores(self._policy.deadlines.collective)
+        self._held = [Segments(slot, memory) for slot in range(settings.slots)]
+        self._stores = Stores(self._policy.deadlines.collective, settings.address)
         self._forker = forker or Forker(self._policy.deadlines.start)
         self._failures: dict[int, ProcessFailure] = {}
         self._shadow_logs = 0
         self._spawning: dict[int, tuple[int, act.Kind]] = {}
         self._logs: Logs | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self._job = self._new_job(0, 0)
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._plan = PlanView(0, "start", {}, wire.StoreAddress("", 0), "", World.alone(settings.slots))
+        self._attempt = 0
+        self._job = self._new_job()
 
     async def run(self) -> Outcome:
         """The job, start to end. Raises Interrupted after a death signal, LetoError when it cannot run."""
@@ -87,34 +99,53 @@ class Supervisor:
         self._loop.set_exception_handler(self._unhandled)
         self._over: asyncio.Future[Outcome] = self._loop.create_future()
         self._crew = Crew(self._forker, self)
-        state = "broken"
+        if self._protection is not None:
+            self._protection.listen(self)
+        state, reason = "broken", ""
         try:
-            epoch = await self._unless_over(self._open())
-            outcome = await self._attempts(epoch)
-            state = "succeeded" if outcome.reason is None else "failed"
+            outcome = await self._rounds()
+            state, reason = "succeeded" if outcome.reason is None else "failed", outcome.reason or ""
             return outcome
         except Interrupted:
             state = "interrupted"
             raise
+        except LetoError as error:
+            reason = str(error)
+            raise
         finally:
-            await self._close(state == "succeeded")
+            leaves = state == "interrupted" and self._job.several
+            await self._close(None if leaves else state == "succeeded", reason or state)
             self._events.write("run_finished", state=state)
 
-    async def _open(self) -> int:
-        """The zygote's imports and the decider's start take their time together. Returns the job's epoch."""
+    async def _rounds(self) -> Outcome:
+        """Take part until the end; again, as a spare, when the job has gone on without this node."""
+        while True:
+            self._plan = await self._unless_over(self._open())
+            try:
+                return await self._attempts()
+            except _Fenced as why:
+                await self._stop(signal.SIGKILL)
+                self._end_attempt()
+                self._emit("fenced", {"reason": str(why)})
+                if self._protection is not None:
+                    self._protection.forget()
+                await self._decider.close(None)
+                self._over = self._loop.create_future()
+
+    async def _open(self) -> PlanView:
+        """The zygote's imports and the decider's start take their time together."""
         forker = self._loop.create_task(self._forker.start())
         try:
-            epoch = await self._decider.open(self._plan_arrived, self._make_store, self.broken)
+            plan = await self._decider.open(self, self._make_store)
             await forker
-            return epoch
+            return plan
         finally:
             forker.cancel()
             await asyncio.gather(forker, return_exceptions=True)
 
-    async def _attempts(self, epoch: int) -> Outcome:
-        attempt = 0
+    async def _attempts(self) -> Outcome:
         while True:
-            self._start_group(attempt, epoch)
+            self._start_group()
             try:
                 outcome = await self._over
                 await self._stop(signal.SIGTERM if outcome.reason else signal.SIGKILL)
@@ -122,28 +153,42 @@ class Supervisor:
             except _Restarting as why:
                 await self._stop(signal.SIGTERM)
                 self._end_attempt()
-                attempt += 1
-                self._emit("restart", {"reason": str(why), "attempt": attempt})
+                self._attempt += 1
+                self._emit("restart", {"reason": str(why), "attempt": self._attempt})
                 self._over = self._loop.create_future()
             except Interrupted as signalled:
                 await self._stop(signalled.number)
                 raise
 
-    def _new_job(self, attempt: int, epoch: int) -> Job:
-        restarts = self._settings.max_restarts - attempt
-        return Job(self._held, shadows=self._policy.shadow.per_slot > 0, restarts_left=restarts, epoch=epoch)
+    def _new_job(self) -> Job:
+        return Job(
+            self._held,
+            shadows=self._policy.shadow.per_slot > 0,
+            restarts_left=self._settings.max_restarts - self._attempt,
+            epoch=self._plan.epoch,
+            world=self._plan.world,
+        )
 
-    def _start_group(self, attempt: int, epoch: int) -> None:
-        self._job = self._new_job(attempt, epoch)
-        self._store = self._stores.fresh()
-        self._host.group_starting(attempt)
-        ranks = range(self._settings.world_size)
-        added = {rank: self._host.worker_env(rank, attempt, self._store) for rank in ranks}
+    def _start_group(self) -> None:
+        job = self._job = self._new_job()
+        self._store = self._plan.store if job.several or job.spare else self._stores.fresh()
+        self._host.group_starting(self._attempt, job.world)
+        added = self._environments()
         self._logs = self._host.make_logs(added)
-        self._envs = {rank: {**os.environ, **env} for rank, env in added.items()}
-        self._do([act.Spawn(rank, "trainer") for rank in ranks])
+        self._envs = {index: {**os.environ, **env} for index, env in added.items()}
+        if self._protection is not None:
+            self._protection.configure(self._plan)
+        if job.spare:
+            self._emit("spare", {"slots": len(job.slots)})
+            self._do(job.shadows_wanted())
+        else:
+            self._do([act.Spawn(slot.index, "trainer") for slot in job.slots])
         self._logs.start()
         self._ticking = self._loop.call_later(_GAUGE_SECONDS, self._tick)
+
+    def _environments(self) -> dict[int, dict[str, str]]:
+        world = self._job.world
+        return {s.index: self._host.worker_env(s.index, self._attempt, self._store, world) for s in self._job.slots}
 
     def _end_attempt(self) -> None:
         """After the group has been stopped: forget everything about it."""
@@ -160,16 +205,20 @@ class Supervisor:
         for segments in self._held:
             segments.clear()
 
-    async def _close(self, succeeded: bool) -> None:
+    async def _close(self, succeeded: bool | None, reason: str) -> None:
         try:
             await self._stop(signal.SIGKILL)
         finally:
             self._loop.set_exception_handler(None)
+            for task in list(self._tasks):
+                task.cancel()
             self._end_attempt()
             self._crew.close()
             self._stores.close()
             await self._forker.close()
-            await self._decider.close(succeeded)
+            await self._decider.close(succeeded, reason)
+            if self._protection is not None:
+                self._protection.close()
             if self._over.done() and not self._over.cancelled():
                 self._over.exception()  # seen, whoever awaited it
 
@@ -229,7 +278,7 @@ class Supervisor:
             self._crew.signal(key, signal.SIGKILL)
             return
         deadlines = self._policy.deadlines
-        if kind != "trainer":
+        if kind != "trainer" and not job.spare:
             self._crew.deadline(key, deadlines.respawn if kind == "respawn" else deadlines.start + deadlines.rehearse)
         self._do(job.started(key, slot, kind, pid))
         if kind == "trainer":
@@ -252,7 +301,9 @@ class Supervisor:
     def process_greeted(self, key: int) -> None:
         member = self._job.members.get(key)
         if member is not None:
-            self._greet(member)
+            self._job.greeted(key)
+            if not self._job.spare:
+                self._greet(member)
 
     def _greet(self, member: Member) -> None:
         job, settings = self._job, self._settings
@@ -261,19 +312,22 @@ class Supervisor:
         welcome = wire.Welcome(
             role="shadow" if shadow else "trainer",
             rank=slot.rank,
-            world_size=settings.world_size,
+            world_size=job.world.size,
             local_rank=slot.index,
-            local_world_size=settings.world_size,
+            local_world_size=settings.slots,
             slot=slot.index,
             epoch=job.epoch,
             run_id=settings.run_id,
             run_dir=settings.run_dir,
             store=self._store,
             policy=self._policy.encode(),
+            address=settings.address if job.several else "",
+            protect=self._protection.buffers if self._protection is not None else 0,
+            every=self._policy.protect.global_.every,
+            generation=job.world.generation,
         )
         fds = (slot.record.fd,) if shadow and slot.record is not None else ()
         self._crew.send(member.key, welcome, fds)
-        job.greeted(member.key)
 
     # ---- messages
 
@@ -288,10 +342,21 @@ class Supervisor:
                 self._alloc(member, message)
             case wire.SetupRecord():
                 self._keep(job.slots[member.slot].record, fds)
-                self._do(job.recorded(key, Blob(fds.pop(), message.size)))
+                record = Blob(fds.pop(), message.size)
+                if self._protection is not None:
+                    self._protection.recorded(job.slots[member.slot].rank, record)
+                self._do(job.recorded(key, record))
             case wire.Manifest():
                 self._keep(job.slots[member.slot].manifest, fds)
-                self._do(job.laid_out(key, Blob(fds.pop(), message.size, message.version)))
+                manifest = Blob(fds.pop(), message.size, message.version)
+                if self._protection is not None:
+                    self._protection.laid_out(job.slots[member.slot].rank, manifest, self._held[member.slot])
+                self._do(job.laid_out(key, manifest))
+            case wire.Stepped() | wire.Due():
+                if self._protection is not None:
+                    self._protection.advanced(job.slots[member.slot].rank, message)
+            case wire.Parked():
+                self._do(job.parked(key, now))
             case wire.Committed():
                 self._do(job.committed(key, message, now))
             case wire.Rehearsed():
@@ -328,13 +393,88 @@ class Supervisor:
 
     # ---- plans, memory
 
-    def _plan_arrived(self, plan: PlanView) -> None:
-        self._store = plan.store
-        self._do(self._job.plan(plan, time.monotonic()))
+    def plan_arrived(self, plan: PlanView) -> None:
+        job, placed = self._job, plan.world.position is not None
+        if job.over:
+            return
+        self._plan, self._store = plan, plan.store
+        if not placed and not job.spare:
+            self.broken(_Fenced(f"epoch {plan.epoch} was made without this node ({plan.reason})"))
+            return
+        if placed and self._protection is not None and plan.action == "repair":
+            self._protection.configure(plan)
+        self._do(job.plan(plan, time.monotonic()))
+
+    def rank_failed(self, epoch: int, death: act.Death) -> None:
+        self._do(self._job.failed_elsewhere(epoch, death, time.monotonic()))
+
+    def node_gone(self, position: int) -> None:
+        job = self._job
+        if job.spare and not job.over:
+            return  # the members deal with it, and they end the run when nobody is left
+        self._do(job.node_gone(position, time.monotonic()))
+
+    def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
+        if epoch != self._job.epoch or self._job.over or self._job.spare:
+            return
+        if stage == "ready":
+            self._do(self._job.all_ready(epoch, time.monotonic()))
+        else:
+            self._background(self._restore(epoch, said))
+
+    def ended(self, reason: str) -> None:
+        self._do([act.End(f"another node ended the job: {reason}")] if not self._job.over else [])
 
     async def _make_store(self, _epoch: int) -> tuple[str, int]:
         address = self._stores.make()
         return address.host, address.port
+
+    # ---- lost memory
+
+    async def _stand(self, epoch: int) -> None:
+        job = self._job
+        payload = b"" if self._protection is None else await self._protection.standing(job.slots)
+        if epoch == job.epoch and not job.over:
+            self._decider.say(epoch, "standing", payload)
+
+    async def _restore(self, epoch: int, said: Mapping[int, bytes]) -> None:
+        job = self._job
+        assert self._protection is not None
+        try:
+            version, manifests = await self._protection.restore(job.slots, dict(enumerate(self._held)), said)
+        except Damaged as error:
+            if epoch == job.epoch and not job.over:
+                self._emit("damaged", {"what": f"memory of ranks {list(error.ranks)}", "reason": str(error)})
+                self._do(job.damaged(error.ranks))
+        except StateError:
+            if epoch == job.epoch:
+                raise
+        else:
+            if not job.over:
+                self._do(job.restored(epoch, version, manifests, time.monotonic()))
+
+    async def _recall(self, slot: int) -> None:
+        assert self._protection is not None
+        job, rank = self._job, self._job.slots[slot].rank
+        try:
+            record = await self._protection.recall(rank)
+        except LetoError as error:
+            raise LetoError(f"rank {rank} cannot be replaced: {error}") from error
+        if not job.over:
+            self._envs = {index: {**os.environ, **env} for index, env in self._environments().items()}
+            self._do(job.recalled(slot, record))
+
+    def _background(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._done)
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            error = task.exception()
+            if error is not None:
+                self.broken(error)
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(_GAUGE_SECONDS, self._tick)
@@ -369,6 +509,14 @@ class Supervisor:
                 self._crew.deadline(action.key, self._policy.deadlines.respawn)
             case act.Kill():
                 self._crew.signal(action.key, signal.SIGKILL)
+            case act.Welcome():
+                self._greet(self._job.members[action.key])
+            case act.Recall():
+                self._background(self._recall(action.slot))
+            case act.Stand():
+                self._background(self._stand(action.epoch))
+            case act.Say():
+                self._decider.say(action.epoch, action.stage, b"")
             case act.Publish():
                 self._publish(action.slot)
             case act.Emit():
@@ -391,7 +539,7 @@ class Supervisor:
         stdout, stderr = self._logs.streams(slot)
         own = None
         if kind != "trainer":
-            own = stdout = stderr = open_shadow_log(self._settings.run_dir, slot, self._shadow_logs)
+            own = stdout = stderr = open_shadow_log(self._settings.logs, slot, self._shadow_logs)
             self._shadow_logs += 1
         nice = self._policy.shadow.nice if kind == "shadow" and may_lower_niceness() else 0
         key = self._crew.spawn(Order(self._settings.entry, slot, self._envs[slot], nice, stdout, stderr))

@@ -10,21 +10,22 @@ from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 from leto_elastic import wire
 from leto_elastic.launch.logs import Logs
 from leto_elastic.launch.setup import Entry
+from leto_elastic.launch.world import World
 from leto_elastic.recovery.policy import Policy
 
 
 class Host(Protocol):
     """What the supervisor needs of torchrun's side of the agent."""
 
-    def worker_env(self, local_rank: int, attempt: int, store: wire.StoreAddress) -> dict[str, str]:
-        """Environment of a worker as torchrun makes it, without what is inherited."""
+    def worker_env(self, local_rank: int, attempt: int, store: wire.StoreAddress, world: World) -> dict[str, str]:
+        """Environment of a worker as torchrun makes it, without what is inherited (a spare's knows no rank)."""
         ...
 
     def make_logs(self, envs: dict[int, dict[str, str]]) -> Logs:
         """Destinations of the output of one start of the group; adds to the environments."""
         ...
 
-    def group_starting(self, attempt: int) -> None:
+    def group_starting(self, attempt: int, world: World) -> None:
         """The group is about to be started, for the `attempt`-th time after the first."""
         ...
 
@@ -35,15 +36,28 @@ class Host(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """A job's constants. `shutdown`: seconds between SIGTERM and SIGKILL."""
+    """A job's constants on this node.
+
+    Args:
+        run_id: `--rdzv-id`.
+        run_dir: of the job; `logs`, where the output of shadows goes, is this node's own.
+        slots: workers of this node.
+        entry: the user's program.
+        policy: deadlines and limits.
+        max_restarts: of the whole group.
+        shutdown: seconds between SIGTERM and SIGKILL.
+        address: at which other nodes reach this one.
+    """
 
     run_id: str
     run_dir: str
-    world_size: int
+    slots: int
     entry: Entry
     policy: Policy
     max_restarts: int
     shutdown: float
+    logs: str
+    address: str = "127.0.0.1"
 
 
 @dataclass(frozen=True, slots=True)

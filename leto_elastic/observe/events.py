@@ -36,6 +36,12 @@ EVENTS: Mapping[str, frozenset[str]] = {
     "replaced": frozenset({"rank", "slot", "pid"}),
     "suspect": frozenset({"rank", "epoch", "reason"}),
     "restart": frozenset({"reason"}),
+    "spare": frozenset({"slots"}),
+    "fenced": frozenset({"reason"}),
+    "protected": frozenset({"rank", "version", "bytes", "seconds"}),
+    "damaged": frozenset({"what", "reason"}),
+    "refused": frozenset({"rank", "reason"}),
+    "restored": frozenset({"ranks", "version", "seconds"}),
     "run_finished": frozenset({"state"}),
 }
 """Events, each with the fields it has at least."""

@@ -56,13 +56,36 @@ def _restart(event: _Event) -> str:
     return f"restarting all workers: {event.get('reason')}"
 
 
+def _spare(event: _Event) -> str:
+    return f"this node waits as a spare with {_count(event.get('slots'), 'slot')}"
+
+
+def _fenced(event: _Event) -> str:
+    return f"the job has gone on without this node, its workers were stopped: {event.get('reason')}"
+
+
+def _damaged(event: _Event) -> str:
+    return f"{event.get('what')} is damaged and not used: {event.get('reason')}"
+
+
+def _restored(event: _Event) -> str:
+    ranks, seconds = event.get("ranks"), event.get("seconds")
+    who = _ranks(ranks if isinstance(ranks, list | tuple) else [ranks])
+    took = f"{seconds:.2f}" if isinstance(seconds, float) else "?"
+    return f"restored the state of {who} at step {event.get('version')} from other nodes in {took} s"
+
+
 _WRITERS: Mapping[str, Callable[[_Event], str]] = {
+    "damaged": _damaged,
     "failure": _failure,
+    "fenced": _fenced,
     "recovery": _recovery,
     "replaced": _replaced,
     "restart": _restart,
+    "restored": _restored,
     "shadow_given_up": _given_up,
     "shadow_unfit": _unfit,
+    "spare": _spare,
 }
 
 

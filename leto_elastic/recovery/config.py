@@ -150,9 +150,10 @@ def _value(loader: _Loader, node: yaml.Node, name: str, place: _Place) -> object
 
 
 def _keys(kind: object) -> Mapping[str, object]:
-    """Key to type of a mapping in a policy."""
+    """Key, as the file spells it, to type of a mapping in a policy."""
     if isinstance(kind, type) and issubclass(kind, Section):
-        return typing.get_type_hints(kind, include_extras=True)
+        hints = typing.get_type_hints(kind, include_extras=True)
+        return {field.encode_name: hints[field.name] for field in msgspec.structs.fields(kind)}
     _, ladder = typing.get_args(kind)
     return {str(name): ladder for name in FailureClass}
 
@@ -204,14 +205,15 @@ def _override(tree: _Tree, places: dict[str, _Place], name: str, value: object, 
 def _build(kind: type[Section], tree: _Tree, prefix: str, places: Mapping[str, _Place]) -> Section:
     """Inside out, so that a contradiction is reported by the section that found it, at the user's line."""
     built: dict[str, object] = {}
-    for key, inner in typing.get_type_hints(kind, include_extras=True).items():
+    names = {field.encode_name: field.name for field in msgspec.structs.fields(kind)}
+    for key, inner in _keys(kind).items():
         name = f"{prefix}.{key}" if prefix else key
         if isinstance(inner, type) and issubclass(inner, Section):
             below = tree[key]
             assert isinstance(below, dict)
-            built[key] = _build(inner, below, name, places)
+            built[names[key]] = _build(inner, below, name, places)
         else:
-            built[key] = msgspec.convert(tree[key], type=inner)
+            built[names[key]] = msgspec.convert(tree[key], type=inner)
     try:
         return kind(**built)
     except PolicyError as error:

@@ -16,14 +16,23 @@ import msgspec
 from msgspec import Meta
 
 from leto_elastic.errors import ConfigError
+from leto_elastic.recovery.spares import NodeView, Spare, fill
+
+__all__ = [
+    "Action", "CoordinatorPolicy", "Deadlines", "Decision", "Failure", "FailureClass", "GlobalProtection", "JobView",
+    "Limits", "LocalProtection", "NodeView", "PastRecovery", "Policy", "PolicyError", "Protection", "Repair", "Section",
+    "ShadowPolicy", "ShadowState", "Spare", "StatePolicy", "Window", "decide",
+]  # fmt: skip
 
 
 class FailureClass(enum.StrEnum):
-    """What ended a worker."""
+    """What ended a worker; `node`: its node is gone, `state`: its memory is damaged while the node lives."""
 
     EXIT = "exit"
     SIGNAL = "signal"
     EXCEPTION = "exception"
+    NODE = "node"
+    STATE = "state"
 
 
 class Action(enum.StrEnum):
@@ -31,6 +40,7 @@ class Action(enum.StrEnum):
 
     PROMOTE = "promote"
     RESPAWN = "respawn"
+    REPLACE = "replace"
     FAIL = "fail"
 
 
@@ -45,7 +55,10 @@ class PolicyError(ConfigError):
 Seconds = Annotated[float, Meta(gt=0, le=604800, description="a number of seconds above 0, at most 604800 (a week)")]
 Ladder = Annotated[
     tuple[Action, ...],
-    Meta(min_length=1, description="a list of different actions out of promote, respawn and fail, that ends with fail"),
+    Meta(
+        min_length=1,
+        description="a list of different actions out of promote, respawn, replace and fail, that ends with fail",
+    ),
 ]
 
 
@@ -64,6 +77,9 @@ class Deadlines(Section, frozen=True):
     rebuild: Seconds = 30.0
     attach: Seconds = 30.0
     respawn: Seconds = 120.0
+    meet: Seconds = 600.0
+    replace: Seconds = 600.0
+    restore: Seconds = 300.0
     rehearse: Seconds = 300.0
     collective: Seconds = 1800.0
     shutdown: Seconds = 30.0
@@ -83,6 +99,8 @@ _ORDER = (
     ("rebuild", "collective", "a collective must outlast a recovery elsewhere"),
     ("attach", "collective", "a collective must outlast a recovery elsewhere"),
     ("respawn", "collective", "a collective must outlast a recovery elsewhere"),
+    ("replace", "collective", "a collective must outlast a recovery elsewhere"),
+    ("restore", "collective", "a collective must outlast a recovery elsewhere"),
 )
 
 
@@ -120,6 +138,32 @@ class StatePolicy(Section, frozen=True):
     ] = 1048576
 
 
+class LocalProtection(Section, frozen=True):
+    """Parity over the ranks of one node, kept by its agent."""
+
+    parity: Annotated[int, Meta(ge=0, le=1, description="0 (off) or 1")] = 0
+
+
+class GlobalProtection(Section, frozen=True):
+    """RS(data, parity) stripes over the nodes; `parity` 0: off; `data` 0: as many as there are nodes for."""
+
+    data: Annotated[int, Meta(ge=0, le=128, description="a whole number from 0 (as many as fit) to 128")] = 0
+    parity: Annotated[int, Meta(ge=0, le=16, description="a whole number from 0 (off) to 16")] = 1
+    every: Annotated[int, Meta(ge=1, le=1000000, description="a whole number of steps, at least 1")] = 10
+    buffers: Annotated[int, Meta(ge=1, le=2, description="1 or 2")] = 1
+
+
+class Protection(Section, frozen=True, rename={"global_": "global"}):
+    """What survives the loss of memory."""
+
+    local: LocalProtection = LocalProtection()
+    global_: GlobalProtection = GlobalProtection()
+    codec: Annotated[
+        Literal["auto", "isal", "tables", "reedsolo"], Meta(description="auto, isal, tables or reedsolo")
+    ] = "auto"
+    max_fraction: Annotated[float, Meta(gt=0, le=1, description="a number above 0, at most 1")] = 0.5
+
+
 class CoordinatorPolicy(Section, frozen=True):
     """Membership and plans in etcd; `lease` in whole seconds."""
 
@@ -131,7 +175,8 @@ _LADDER = (Action.PROMOTE, Action.RESPAWN, Action.FAIL)
 
 
 def _default_classes() -> dict[FailureClass, tuple[Action, ...]]:
-    return dict.fromkeys(FailureClass, _LADDER)
+    lost = dict.fromkeys((FailureClass.NODE, FailureClass.STATE), (Action.REPLACE, Action.FAIL))
+    return {**dict.fromkeys(FailureClass, _LADDER), **lost}
 
 
 class Policy(Section, frozen=True):
@@ -145,6 +190,7 @@ class Policy(Section, frozen=True):
     classes: dict[FailureClass, Ladder] = msgspec.field(default_factory=_default_classes)
     shadow: ShadowPolicy = ShadowPolicy()
     state: StatePolicy = StatePolicy()
+    protect: Protection = Protection()
     coordinator: CoordinatorPolicy = CoordinatorPolicy()
 
     def __post_init__(self) -> None:
@@ -205,7 +251,8 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     Args:
         epoch: the epoch that the failures ended.
         step_of_failure: the step that the job stood at, for `limits.per_step`.
-        failures: at least one.
+        failures: workers that failed; at least one, unless a node is lost. Those on a lost node change nothing, except
+            that one of class `node` says that its node is lost.
         shadows: state of the shadow of each slot; a slot that is missing has none.
         protected: every slot's state is in segments of its agent (so it outlives any worker).
         leto_job: some worker called `leto.init()`.
@@ -214,6 +261,11 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
         now: same clock as `PastRecovery.time`, seconds.
         restarts_left: whole-group restarts left (`--max-restarts`).
         budget: recoveries left to the job (`limits.per_job`).
+        lost: positions whose node is gone.
+        nodes: the node at each position; the ranks count through them in order. Empty in a job of one node.
+        spares: nodes that wait for a place, first the one to be preferred.
+        data, parity: the code RS(data, parity) in force over the nodes; parity 0: no global protection.
+        waited: seconds since the loss.
     """
 
     epoch: int
@@ -227,63 +279,102 @@ class JobView(msgspec.Struct, frozen=True, kw_only=True):
     now: float
     restarts_left: int
     budget: int
+    lost: tuple[int, ...] = ()
+    nodes: tuple[NodeView, ...] = ()
+    spares: tuple[Spare, ...] = ()
+    data: int = 0
+    parity: int = 0
+    waited: float = 0.0
+
+    def ranks_of(self, position: int) -> range:
+        """The ranks at a position."""
+        base = sum(node.slots for node in self.nodes[:position])
+        return range(base, base + self.nodes[position].slots)
+
+    def position_of(self, rank: int) -> int:
+        """Where a rank sits."""
+        return next((position for position in range(len(self.nodes)) if rank in self.ranks_of(position)), 0)
+
+    @property
+    def gone(self) -> tuple[int, ...]:
+        """Positions of lost nodes, in order."""
+        told = {self.position_of(f.rank) for f in self.failures if f.cause is FailureClass.NODE}
+        return tuple(sorted({*self.lost, *told}))
+
+    @property
+    def alone(self) -> tuple[Failure, ...]:
+        """Failed workers whose node lives, by rank."""
+        gone = self.gone
+        return tuple(sorted((f for f in self.failures if self.position_of(f.rank) not in gone), key=lambda f: f.rank))
+
+    @property
+    def count(self) -> int:
+        """The failures as limits count them, for `PastRecovery.failures`: a lost node is one, whatever ran on it."""
+        return len(self.alone) + len(self.gone)
 
 
 class Repair(msgspec.Struct, frozen=True):
-    """How one failed rank gets a process again."""
+    """How one failed rank gets a process again; "replace" on a spare, "restore" where it was, both without memory."""
 
     rank: int
     slot: int
-    action: Literal["promote", "respawn"]
+    action: Literal["promote", "respawn", "replace", "restore"]
 
 
 class Decision(msgspec.Struct, frozen=True):
-    """What to do about a failure: repair in place, restart the whole group, or fail; `reason` is for a human."""
+    """What to do about a failure; `reason` is for a human.
 
-    action: Literal["repair", "restart", "fail"]
+    Args:
+        action: "repair" in place, "restart" the whole group, "wait" for a spare and decide again, "finish" (training is
+            over: nobody builds an epoch any more, everyone who waits is released), or "fail".
+        nodes: for a repair or restart that changes them, the id of the node at each position from then on.
+    """
+
+    action: Literal["repair", "restart", "wait", "finish", "fail"]
     repairs: tuple[Repair, ...]
     reason: str
+    nodes: tuple[str, ...] | None = None
 
 
 def decide(policy: Policy, view: JobView) -> Decision:
     """The decision for the failures of one epoch.
 
     A job that never called `leto.init()` is restarted as a whole, as torchrun does it. Any other is repaired in place,
-    unless the training was over, a slot is not protected yet, a limit is reached, or the ladder
-    of a failure's class arrives at fail.
+    unless the training was over, a slot is not protected yet, a limit is reached, more memory is lost than the code
+    covers, or the ladder of a failure's class arrives at fail. A lost node's place is taken by a spare, or waits for
+    one until `deadlines.replace`.
     """
-    who = _who(view.failures)
-    if not view.leto_job:
-        if view.restarts_left > 0:
-            return Decision("restart", (), f"{who}; whole group, {view.restarts_left} restarts left")
+    who = _who(view)
+    if view.leto_job and view.finished:
+        return Decision("finish", (), f"{who}; the training was already finished, so nobody joins a new epoch")
+    if not view.leto_job and view.restarts_left <= 0:
         return Decision("fail", (), f"{who}; no restarts left (--max-restarts)")
-    obstacle = _obstacle(policy, view)
-    if obstacle is not None:
-        return Decision("fail", (), f"{who}; {obstacle}")
     repairs: list[Repair] = []
-    for failure in sorted(view.failures, key=lambda f: f.rank):
-        match _climb(policy.classes[failure.cause], view.shadows.get(failure.slot, "none")):
-            case Action.PROMOTE:
-                repairs.append(Repair(failure.rank, failure.slot, "promote"))
-            case Action.RESPAWN:
-                repairs.append(Repair(failure.rank, failure.slot, "respawn"))
-            case _:
-                shadow = view.shadows.get(failure.slot, "none")
-                ladder = ", ".join(policy.classes[failure.cause])
-                why = f"classes.{failure.cause} is [{ladder}] and the shadow of slot {failure.slot} is: {shadow}"
-                return Decision("fail", (), f"{who}; {why}")
-    return Decision("repair", tuple(repairs), who)
+    if view.leto_job:
+        obstacle = _obstacle(policy, view) or _overwhelmed(policy, view) or _climb_all(policy, view, repairs)
+        if obstacle is not None:
+            return Decision("fail", (), f"{who}; {obstacle}")
+    taken = fill(view.gone, view.nodes, view.spares)
+    if missing := [position for position in view.gone if position not in taken]:
+        return _without_spare(policy, view, missing, who)
+    members = [taken[i].node_id if i in taken else node.node_id for i, node in enumerate(view.nodes)]
+    nodes = tuple(members) if taken else None
+    if not view.leto_job:
+        return Decision("restart", (), f"{who}; whole group, {view.restarts_left} restarts left", nodes)
+    repairs += [Repair(rank, rank, "replace") for position in view.gone for rank in view.ranks_of(position)]
+    repairs.sort(key=lambda repair: repair.rank)
+    where = [f"{taken[i].node_id} takes the place of {view.nodes[i].node_id}" for i in view.gone]
+    return Decision("repair", tuple(repairs), "; ".join([who, *where]), nodes)
 
 
-def _who(failures: tuple[Failure, ...]) -> str:
-    return ", ".join(f"rank {f.rank} failed ({f.cause})" for f in sorted(failures, key=lambda f: f.rank))
+def _who(view: JobView) -> str:
+    nodes = [f"node {view.nodes[position].node_id} (position {position}) lost" for position in view.gone]
+    return ", ".join([*nodes, *(f"rank {f.rank} failed ({f.cause})" for f in view.alone)])
 
 
 def _obstacle(policy: Policy, view: JobView) -> str | None:
     """Why nothing may be repaired in place at all, or None."""
     limits = policy.limits
-    if view.finished:
-        return "the training was already finished, so nobody is left to join a new epoch"
     if not view.protected:
         return "not every rank has committed its first step yet, so there is no state to go on from"
     if view.budget <= 0:
@@ -292,12 +383,65 @@ def _obstacle(policy: Policy, view: JobView) -> str | None:
     if same >= limits.per_step:
         return f"step {view.step_of_failure} was recovered {same} times already (limits.per_step)"
     window = limits.per_window
-    recent = len(view.failures) + sum(p.failures for p in view.history if p.time > view.now - window.seconds)
+    recent = view.count + sum(p.failures for p in view.history if p.time > view.now - window.seconds)
     if recent > window.failures:
         return f"{recent} failures within {window.seconds:g} s (limits.per_window allows {window.failures})"
     return None
 
 
-def _climb(ladder: tuple[Action, ...], shadow: ShadowState) -> Action:
-    """The first rung that is possible."""
-    return next(action for action in ladder if action is not Action.PROMOTE or shadow == "ready")
+def _overwhelmed(policy: Policy, view: JobView) -> str | None:
+    """Why the lost memory is more than the code covers, or None. What the keepers really hold is only known later."""
+    damaged = [view.position_of(f.rank) for f in view.alone if f.cause is FailureClass.STATE]
+    covered = {position for position in damaged if policy.protect.local.parity and damaged.count(position) == 1}
+    hurt = set(damaged) - covered
+    if len(view.gone) + len(hurt) <= view.parity:
+        return None
+    lost = [f"{_nodes(len(view.gone))} lost"] if view.gone else []
+    lost += [f"{_nodes(len(hurt))} with damaged memory"] if hurt else []
+    covers = f"RS({view.data}, {view.parity}) covers {view.parity}" if view.parity else "no global protection in force"
+    return ", ".join([*lost, covers])
+
+
+def _nodes(count: int) -> str:
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
+def _climb_all(policy: Policy, view: JobView, repairs: list[Repair]) -> str | None:
+    """Append what to do about each failed worker whose node lives. The ladder that ends the job instead, or None."""
+    for failure in view.alone:
+        shadow = view.shadows.get(failure.slot, "none")
+        match _climb(policy, failure.cause, shadow):
+            case Action.PROMOTE:
+                repairs.append(Repair(failure.rank, failure.slot, "promote"))
+            case Action.RESPAWN:
+                repairs.append(Repair(failure.rank, failure.slot, "respawn"))
+            case Action.REPLACE:
+                repairs.append(Repair(failure.rank, failure.slot, "restore"))
+            case _:
+                said = f" and the shadow of slot {failure.slot} is: {shadow}"
+                return _ladder(policy, failure.cause) + ("" if failure.cause is FailureClass.STATE else said)
+    if view.gone and _climb(policy, FailureClass.NODE, "none") is Action.FAIL:
+        return _ladder(policy, FailureClass.NODE)
+    return None
+
+
+def _climb(policy: Policy, cause: FailureClass, shadow: ShadowState) -> Action:
+    """The first rung that is possible: where memory is lost only its replacement, elsewhere only a process is."""
+    if cause in (FailureClass.NODE, FailureClass.STATE):
+        possible = {Action.REPLACE, Action.FAIL}
+    else:
+        possible = {Action.RESPAWN, Action.FAIL} | ({Action.PROMOTE} if shadow == "ready" else set())
+    return next(action for action in policy.classes[cause] if action in possible)
+
+
+def _ladder(policy: Policy, cause: FailureClass) -> str:
+    return f"classes.{cause} is [{', '.join(policy.classes[cause])}]"
+
+
+def _without_spare(policy: Policy, view: JobView, missing: list[int], who: str) -> Decision:
+    """Wait for a spare, or the end of the wait."""
+    limit = policy.deadlines.replace
+    needed = ", ".join(f"{view.nodes[i].node_id} with {view.nodes[i].slots} slots" for i in missing)
+    if view.waited < limit:
+        return Decision("wait", (), f"{who}; waiting at most {limit:g} s (deadlines.replace) for a spare for {needed}")
+    return Decision("fail", (), f"{who}; no spare for {needed} came within {limit:g} s (deadlines.replace)")

@@ -58,6 +58,12 @@ class Extras:
             raise StateError(f"extras in slot {slot % SLOTS} do not match their checksum")
         return data
 
+    def copy_slot(self, slot: int, target: Arena, offset: int) -> None:
+        """Copy what a buffer holds, prefix included, to `offset` bytes of another segment."""
+        start = slot % SLOTS * self.capacity
+        size = _PREFIX.size + _PREFIX.unpack_from(self._bytes, start)[0]
+        target.bytes(offset, size)[:] = self._bytes[start : start + size]
+
     def copy_to(self, other: Extras) -> None:
         """Copy all buffers, slot by slot, into larger ones."""
         for slot in range(SLOTS):

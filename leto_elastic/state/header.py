@@ -8,6 +8,13 @@ sees either the old or the new position and a SIGKILL can tear nothing:
     bits 19..18  slot        which of the buffers of X is the committed one, X(step)
     bit  17      torn        the pre-image of chunk `chunk` is whole and the chunk may be half updated
     bits 16..0   chunk       UPDATE: chunks done; SECTION: index of the section being run
+
+Beside it are words of the protection against lost memory, each a *tag* (`tag_of`) or -1 for none:
+
+    sent       newest version of this slot that is whole at its keepers; written by the agent
+    agreed     newest version that every rank had sent when a vote passed: the protected version; by the trainer
+    buffers    the version that each of the two snapshot buffers holds whole; by the trainer
+    target     the version whose pre-images the running update keeps, and in which buffer; by the trainer
 """
 
 from __future__ import annotations
@@ -62,12 +69,39 @@ class Position(NamedTuple):
         )
 
 
+NO_TAG = -1
+_GENERATION_BITS = 24
+
+
+def tag_of(version: int, generation: int) -> int:
+    """The number of a protected version: tags compare by version first.
+
+    `generation`: the epoch of the last plan that lost memory or moved a rank; a version protected again is a new one.
+    """
+    return version << _GENERATION_BITS | generation
+
+
+def version_of(tag: int) -> int:
+    """The version of a tag, the step at whose start the state is meant; -1 for none."""
+    return tag >> _GENERATION_BITS
+
+
+def generation_of(tag: int) -> int:
+    """The generation of a tag."""
+    return tag & ((1 << _GENERATION_BITS) - 1)
+
+
 class _Layout(ctypes.Structure):
     _fields_ = [
         ("magic", ctypes.c_int64),
         ("word", ctypes.c_int64),
         ("epoch", ctypes.c_int64),
         ("last_words", ctypes.c_double),
+        ("sent", ctypes.c_int64),
+        ("agreed", ctypes.c_int64),
+        ("buffers", ctypes.c_int64 * 2),
+        ("target", ctypes.c_int64),
+        ("target_buffer", ctypes.c_int64),
     ]
 
 
@@ -84,8 +118,10 @@ class Header:
 
     def initialise(self) -> None:
         """Called once by the first trainer of a slot."""
-        self._view.word = Position(0, Phase.SETUP).pack()
-        self._view.magic = MAGIC
+        view = self._view
+        view.word = Position(0, Phase.SETUP).pack()
+        view.sent = view.agreed = view.target = view.buffers[0] = view.buffers[1] = NO_TAG
+        view.magic = MAGIC
 
     @property
     def valid(self) -> bool:
@@ -115,6 +151,40 @@ class Header:
     @last_words.setter
     def last_words(self, value: float) -> None:
         self._view.last_words = value
+
+    @property
+    def sent(self) -> int:
+        return int(self._view.sent)
+
+    @sent.setter
+    def sent(self, tag: int) -> None:
+        self._view.sent = tag
+
+    @property
+    def agreed(self) -> int:
+        return int(self._view.agreed)
+
+    @agreed.setter
+    def agreed(self, tag: int) -> None:
+        self._view.agreed = tag
+
+    @property
+    def buffers(self) -> tuple[int, int]:
+        return int(self._view.buffers[0]), int(self._view.buffers[1])
+
+    def set_buffer(self, index: int, tag: int) -> None:
+        """Note what snapshot buffer `index` holds whole (-1: nothing)."""
+        self._view.buffers[index] = tag
+
+    @property
+    def target(self) -> tuple[int, int]:
+        """(tag, index of the buffer); the tag is -1 when the update keeps no snapshot."""
+        return int(self._view.target), int(self._view.target_buffer)
+
+    @target.setter
+    def target(self, value: tuple[int, int]) -> None:
+        self._view.target_buffer = value[1]
+        self._view.target = value[0]
 
     def close(self) -> None:
         """Unmap. The header must not be used afterwards."""

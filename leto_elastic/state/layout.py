@@ -71,6 +71,10 @@ class Manifest(msgspec.Struct, frozen=True):
     undo: str
     buckets: str
     segments: list[str]
+    sizes: list[int] = []  # of the segments, bytes
+    stream: list[Place] = []  # what is protected against lost memory: these ranges, one after the other
+    snapshots: list[str] = []  # segments of the snapshot buffers: the stream, then the extras
+    replicas: list[int] = []  # ranks whose stream is equal to this one's on purpose, itself included
     previous: Manifest | None = None
 
     def at(self, step: int) -> Manifest | None:

@@ -10,12 +10,15 @@ have appeared; a shadow `attach`es what another process made.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
+from typing import Any
 
+import msgspec
 import torch
 
 from leto_elastic.errors import ShadowUnfit, StateError
-from leto_elastic.state import layout
+from leto_elastic.state import layout, snapshot
 from leto_elastic.state.arena import Arena, aligned, dense_stride, give_back_freed, rebase, span_bytes
 from leto_elastic.state.extras import SLOTS, Extras, capacity_for
 from leto_elastic.state.header import HEADER_BYTES, Header
@@ -28,6 +31,8 @@ Alloc = Callable[[str, int], int]
 
 # Tensors of the size of the parameter that torch's optimizers keep; for the estimate of what a job will need.
 _COPIES = {"SGD": 1, "Adagrad": 1, "Adadelta": 2, "RMSprop": 3, "ASGD": 1, "Rprop": 2}
+
+_ROOM = 4  # extras that a snapshot buffer has room for, so that extras that grow do not move it
 
 ELEMENTWISE = frozenset(
     {"Adadelta", "Adagrad", "Adam", "Adamax", "AdamW", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop", "SGD"}
@@ -67,8 +72,16 @@ class Retained:
         elementwise: bool | None,
         extras_bytes: int,
         chunk_bytes: int,
+        snapshots: int = 0,
+        replicas: Sequence[int] = (),
     ) -> Retained:
         """Allocate the segments and move parameters onto them, and what the optimizer has already.
+
+        Args:
+            extras_bytes: size of the first extras.
+            chunk_bytes: of parameters and optimizer tensors that are updated and undone together.
+            snapshots: how many snapshot buffers to keep, 0 to 2; 0: no protection against lost memory.
+            replicas: see `Manifest.replicas`.
 
         Raises NotEnoughMemory or StateError, nothing moved.
         """
@@ -89,11 +102,13 @@ class Retained:
             aligned(trained),
         )
         capacity = capacity_for(extras_bytes)
+        names = [f"snapshot.{index}" for index in range(snapshots)]
         estimate = self._optimizer_estimate()
         header = alloc("header", HEADER_BYTES)
         sizes = {"weights": weight_bytes, "grads": grad_bytes, "extras": SLOTS * capacity}
         if estimate:
             sizes["optim"] = estimate
+        sizes.update(dict.fromkeys(names, weight_bytes + aligned(estimate) + _ROOM * capacity))
         for name, size in sizes.items():  # all of them before anything is moved
             self.arenas[name] = Arena(name, alloc(name, max(size, 64)), max(size, 64))
         self.header = Header(header)
@@ -123,7 +138,9 @@ class Retained:
             extras_capacity=capacity,
             undo="",
             buckets="",
-            segments=["header", *sizes],
+            **self._segments(),
+            snapshots=names,
+            replicas=list(replicas),
         )
         self._map_gradients()
         early = [i for i, site in enumerate(self.sites[:trained]) if self.optimizer.state.get(site.param)]
@@ -198,26 +215,40 @@ class Retained:
         if undo_bytes and (not undo or self.arenas[undo].size < undo_bytes):
             undo = f"undo.{old.version}" if undo else "undo"
             self.arenas[undo] = Arena(undo, alloc(undo, undo_bytes), undo_bytes)
-        self.manifest = Manifest(
-            format=layout.VERSION,
+        stream = snapshot.stream_of([*old.weights, *optim]) if old.snapshots else []
+        snapshots = self._fit_snapshots(stream, old.extras_capacity, alloc)
+        self.manifest = msgspec.structs.replace(
+            old,
             version=old.version + 1,
             since=since,
-            names=old.names,
-            group_sizes=old.group_sizes,
-            weights=old.weights,
-            buffers=old.buffers,
             optim=optim,
-            grads=old.grads,
             chunks=chunks,
             settled=settled,
-            elementwise=self.elementwise,
-            extras=old.extras,
-            extras_capacity=old.extras_capacity,
             undo=undo,
             buckets=bucket_layout(self.module) if buckets else "",
-            segments=["header", *self.arenas],
-            previous=_without_previous(old) if old.version else None,
+            stream=stream,
+            snapshots=snapshots,
+            previous=msgspec.structs.replace(old, previous=None) if old.version else None,
+            **self._segments(),
         )
+
+    def _segments(self) -> dict[str, Any]:
+        sizes = {"header": HEADER_BYTES, **{name: arena.size for name, arena in self.arenas.items()}}
+        return {"segments": list(sizes), "sizes": list(sizes.values())}
+
+    def _fit_snapshots(self, stream: Sequence[Place], capacity: int, alloc: Alloc) -> list[str]:
+        """The segments of the snapshot buffers, moved with their content to larger ones if need be."""
+        size = aligned(sum(place.size for place in stream)) + capacity
+        names = []
+        for index, name in enumerate(self.manifest.snapshots):
+            small = self.arenas[name]
+            if small.size < size:
+                name = f"snapshot.{index}.{self.manifest.version}"
+                roomy = size + (_ROOM - 1) * capacity
+                self.arenas[name] = Arena(name, alloc(name, roomy), roomy)
+                small.copy_out(0, small.size, self.arenas[name], 0)
+            names.append(name)
+        return names
 
     def reserve_undo(self, size: int, alloc: Alloc) -> bool:
         """Make room for a pre-image of `size` bytes. True when the manifest changed and must be published first."""
@@ -232,12 +263,13 @@ class Retained:
     def grow_extras(self, size: int, alloc: Alloc) -> None:
         """Move the extras to a larger segment; the manifest must be published before anything new is written."""
         capacity = capacity_for(size)
+        snapshots = self._fit_snapshots(self.manifest.stream, capacity, alloc)
         name = f"extras.{self.manifest.version}"
         self.arenas[name] = Arena(name, alloc(name, SLOTS * capacity), SLOTS * capacity)
         larger = Extras(self.arenas[name], capacity)
         self.extras.copy_to(larger)
         self.extras = larger
-        self._revise(extras=name, extras_capacity=capacity)
+        self._revise(extras=name, extras_capacity=capacity, snapshots=snapshots)
 
     def refresh_buckets(self) -> bool:
         """Note DDP's bucket layout again; it is final only after some steps. True when it changed."""
@@ -247,10 +279,9 @@ class Retained:
         self._revise(buckets=now)
         return True
 
-    def _revise(self, **changes: object) -> None:
-        fields = {name: getattr(self.manifest, name) for name in Manifest.__struct_fields__}
-        fields.update(changes, version=self.manifest.version + 1, segments=["header", *self.arenas])
-        self.manifest = Manifest(**fields)
+    def _revise(self, **changes: Any) -> None:
+        version = self.manifest.version + 1
+        self.manifest = msgspec.structs.replace(self.manifest, version=version, **changes, **self._segments())
 
     # ---- a shadow's side
 
@@ -349,26 +380,31 @@ class Retained:
             return layout.merge(specs[index].place for index in fresh)
         return layout.merge(spec.place for spec in [*specs, *self.manifest.optim])
 
-    def keep(self, ranges: Sequence[Place]) -> None:
-        """Copy ranges to the undo segment."""
-        offset = 0
-        undo = self.arenas[self.manifest.undo]
-        for place in ranges:
-            self.arenas[place.segment].copy_out(place.offset, place.size, undo, offset)
-            offset += place.size
+    def keep(self, ranges: Sequence[Place], buffer: int | None) -> None:
+        """Copy ranges to the undo segment, or to their places in a snapshot buffer."""
+        target, kept = self._kept(ranges, buffer)
+        for offset, place in kept:
+            self.arenas[place.segment].copy_out(place.offset, place.size, target, offset)
 
-    def put_back(self, ranges: Sequence[Place]) -> None:
-        """Copy ranges back from the undo segment."""
-        offset = 0
-        undo = self.arenas[self.manifest.undo]
-        for place in ranges:
-            undo.copy_out(offset, place.size, self.arenas[place.segment], place.offset)
-            offset += place.size
+    def put_back(self, ranges: Sequence[Place], buffer: int | None) -> None:
+        """Copy ranges back to where `keep` took them from."""
+        source, kept = self._kept(ranges, buffer)
+        for offset, place in kept:
+            source.copy_out(offset, place.size, self.arenas[place.segment], place.offset)
 
+    def _kept(self, ranges: Sequence[Place], buffer: int | None) -> tuple[Arena, list[snapshot.Kept]]:
+        if buffer is not None:
+            return self.arenas[self.manifest.snapshots[buffer]], snapshot.kept(self.manifest, ranges)
+        ends = itertools.accumulate((place.size for place in ranges), initial=0)
+        return self.arenas[self.manifest.undo], list(zip(ends, ranges, strict=False))
 
-def _without_previous(manifest: Manifest) -> Manifest:
-    fields = {name: getattr(manifest, name) for name in Manifest.__struct_fields__}
-    return Manifest(**{**fields, "previous": None})
+    def keep_rest(self, buffer: int, slot: int) -> None:
+        """Copy to a snapshot buffer what no chunk has (all of it for a coupled optimizer), and X from its slot."""
+        target = self.arenas[self.manifest.snapshots[buffer]]
+        touched = [place for chunk in self.manifest.chunks for place in chunk.ranges]
+        for offset, place in snapshot.still_ranges(self.manifest, touched):
+            self.arenas[place.segment].copy_out(place.offset, place.size, target, offset)
+        self.extras.copy_slot(slot, target, snapshot.extras_at(self.manifest))
 
 
 _Row = tuple[int, str, Sequence[int], Sequence[int], torch.dtype, int]

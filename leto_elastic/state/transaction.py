@@ -14,6 +14,10 @@ Some parameters cannot be part of a chunk that is ever called done before the co
 optimizer that couples them (LBFGS, Muon...). They form the *tail*: kept whole, updated last, torn until the commit.
 Before the first commit there is no undo segment, and the job is not protected.
 
+When the header's `target` names the step, the pre-images go to a snapshot buffer instead of the undo segment, at their
+places in the stream, so that the buffer holds the whole W(s) afterwards; see `snapshot`. Such an update has no new
+parameters: the layout would change at its commit.
+
 Rejected: a second copy of the whole state (twice the memory); a log of changes (the update touches every byte).
 """
 
@@ -25,6 +29,7 @@ from typing import Any
 import torch
 
 from leto_elastic.errors import StateError
+from leto_elastic.state import snapshot
 from leto_elastic.state.header import Phase
 from leto_elastic.state.model import like, local
 from leto_elastic.state.retained import Alloc, Retained
@@ -101,6 +106,21 @@ class Transaction:
             param = r.sites[index].param
             param.grad = like(param, kept) if r.gradient_mask[index] else None
 
+    def drop_gradients(self, *, check: bool) -> None:
+        """Set all gradients to None. With `check`, raises StateError for one that is not zero."""
+        r = self._retained
+        for site in r.sites[: r.trained]:
+            grad = site.param.grad
+            if grad is None:
+                continue
+            if check and torch.count_nonzero(local(grad).detach()).item():
+                raise StateError(
+                    f"{site.name} still has a gradient at the end of step {r.header.position.step}: call "
+                    "optimizer.zero_grad() after optimizer.step(); gradients are accumulated within one step, not over "
+                    "several"
+                )
+            site.param.grad = None
+
     def fresh(self) -> list[int]:
         """Sites with a gradient in the segment that were never updated before."""
         settled = set(self._retained.manifest.settled)
@@ -108,7 +128,10 @@ class Transaction:
         return [i for i in range(len(self._retained.gradients)) if mask[i] and i not in settled]
 
     def run(self) -> list[int]:
-        """Do what is not done yet of the update; returns the sites that need `settle`. May be called again."""
+        """Do what is not done yet of the update; returns the sites that need `settle`. May be called again.
+
+        Raises StateError outside of an update, and for a snapshot that new parameters would make useless.
+        """
         r = self._retained
         position = r.header.position
         if position.phase not in (Phase.VOTE, Phase.UPDATE):
@@ -117,14 +140,16 @@ class Transaction:
         fresh = self.fresh()
         tail = bool(fresh) if r.elementwise else any(r.gradient_mask)
         total = len(chunks) + tail
-        if position.phase is Phase.VOTE:
-            position = position._replace(phase=Phase.UPDATE, chunk=0, torn=False)
+        if fresh and snapshot.target_buffer(r.header, position.step) is not None:
+            raise StateError(f"step {position.step} has new parameters and keeps a snapshot of the old layout")
+        buffer = self._begin()
+        position = r.header.position
         for index in range(position.chunk, len(chunks)):
             chunk = chunks[index]
             if position.torn:
-                r.put_back(chunk.ranges)
+                r.put_back(chunk.ranges, buffer)
             else:
-                r.keep(chunk.ranges)
+                r.keep(chunk.ranges, buffer)
             r.header.position = position = position._replace(chunk=index, torn=True)
             params = [site.param for site in r.sites[chunk.start : chunk.stop]]
             if self._torn is not None:
@@ -135,28 +160,46 @@ class Transaction:
             if params:
                 step_slice(r.optimizer, chunk.group, params)
             r.header.position = position = position._replace(chunk=index + 1, torn=False)
-        r.header.position = position
         if tail and self._tail_done != position.step:
-            self._run_tail(fresh, total)
+            self._run_tail(fresh, total, buffer)
         return fresh
+
+    def _begin(self) -> int | None:
+        """Enter UPDATE; returns the buffer of the snapshot that this update keeps, None for none."""
+        r = self._retained
+        position = r.header.position
+        if position.phase is Phase.VOTE:
+            r.header.position = position = position._replace(phase=Phase.UPDATE, chunk=0, torn=False)
+        buffer = snapshot.target_buffer(r.header, position.step)
+        if buffer is not None and position.chunk == 0 and not position.torn:
+            r.keep_rest(buffer, position.slot)
+        return buffer
+
+    def rewound(self) -> None:
+        """The segments were put back to an earlier step, which will be updated again."""
+        self._tail_done = -1
 
     def skip(self) -> list[int]:
         """A step without an update: as `run` when everything is done."""
-        header = self._retained.header
-        chunks = len(self._retained.manifest.chunks)
-        header.position = header.position._replace(phase=Phase.UPDATE, chunk=chunks, torn=False)
+        r = self._retained
+        buffer = self._begin()
+        if buffer is not None:  # until the next store nothing of it is needed to undo this update
+            r.keep(r.manifest.stream, buffer)
+        r.header.position = r.header.position._replace(chunk=len(r.manifest.chunks))
         return []
 
-    def _run_tail(self, fresh: Sequence[int], total: int) -> None:
+    def _run_tail(self, fresh: Sequence[int], total: int, buffer: int | None) -> None:
         r = self._retained
         position = r.header.position
         ranges = r.tail_ranges(fresh)
         if position.torn:
-            r.put_back(ranges)
+            r.put_back(ranges, buffer)
+        elif buffer is not None:  # all of it was kept at the beginning
+            r.header.position = position._replace(torn=True)
         elif r.manifest.undo or r.manifest.version:
             if r.reserve_undo(sum(place.size for place in ranges), self._alloc):
                 self._publish()
-            r.keep(ranges)
+            r.keep(ranges, None)
             r.header.position = position._replace(torn=True)
         if self._torn is not None:
             self._torn(total - 1, total)

@@ -135,7 +135,7 @@ def _check_phase(phase: str, refuse: Callable[[str], NoReturn]) -> None:
         refuse(f"phase={phase}: did you mean {near[0]}? (a point of your own needs a name that is less alike)")
 
 
-def prepare(run_dir: str | Path, world_size: int, environ: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
+def prepare(run_dir: str | Path, world_size: int | None, environ: Mapping[str, str] = os.environ) -> tuple[Fault, ...]:
     """Called once per job, before its first process: read the plan and forget what an earlier job fired.
 
     Raises ConfigError for a plan that cannot be read and OSError when the run directory cannot be written.

@@ -37,10 +37,10 @@ class Link:
     Args:
         path: of the agent's socket.
         token: from the environment.
-        deadline: seconds for the agent's first answer.
+        deadline: seconds for the agent's first answer; None to wait for as long as the agent is there.
     """
 
-    def __init__(self, path: str, token: str, deadline: float) -> None:
+    def __init__(self, path: str, token: str, deadline: float | None) -> None:
         self._sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._sock.settimeout(deadline)
         try:
@@ -48,8 +48,10 @@ class Link:
             wire.send(self._sock, wire.Hello(token=token, pid=os.getpid()))
             message, fds = wire.receive_from_agent(self._sock)
         except (OSError, EOFError) as error:
+            self._sock.close()
+            within = "" if deadline is None else f" within {deadline:g} s"
             raise LetoError(
-                f"the leto agent did not answer within {deadline:g} s at {path}: {error}; is torchrun still running?"
+                f"the leto agent did not answer{within} at {path}: {error}; is torchrun still running?"
             ) from error
         if not isinstance(message, wire.Welcome):
             raise LetoError(f"the leto agent answered with {type(message).__name__} instead of Welcome")

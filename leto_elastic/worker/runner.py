@@ -12,9 +12,13 @@ One step of one rank:
 A failure only ever surfaces in `optimizer.step()` (as an exception that ends the body), in the exit of `with step:`, in
 a section or in the barrier at the end. Then `_recover` joins the next epoch, learns where every rank stands, and either
 rolls this rank forward from its segments or rewinds it to the start of the step. Nothing after the vote needs a peer,
-so what is rolled forward is rolled forward alone. Rejected: going on inside the body after a recovery in
-`optimizer.step()`; what follows it there may be a collective, which a promoted shadow, having no body to return to,
-would not enter.
+so what is rolled forward is rolled forward alone.
+
+When memory was lost elsewhere, the agent puts this rank's segments back to an earlier step while `_recover` waits for a
+plan. The header is then not what this process left, and X is read again, the position in the data with it.
+
+Rejected: going on inside the body after a recovery in `optimizer.step()`; what follows it there may be a collective,
+which a promoted shadow, having no body to return to, would not enter.
 """
 
 from __future__ import annotations
@@ -31,17 +35,19 @@ from leto_elastic.errors import CommunicatorLost, LetoError, StateError
 from leto_elastic.recovery.resolution import resolve
 from leto_elastic.state import rng
 from leto_elastic.state.header import Phase, Position
-from leto_elastic.state.model import flags, local, reset, set_flags
+from leto_elastic.state.model import reset
+from leto_elastic.state.replicas import replicas
 from leto_elastic.state.retained import Retained
 from leto_elastic.state.train_state import TrainState
 from leto_elastic.state.transaction import Transaction
 from leto_elastic.worker import fault_hooks
+from leto_elastic.worker.protection import Protection, Words, words_of
 from leto_elastic.worker.reports import Reports
+from leto_elastic.worker.sections import no_trace, start_of
 from leto_elastic.worker.session import Session
 from leto_elastic.worker.step import Step
 
 log = logging.getLogger(__name__)
-
 
 FINAL_BUCKETS = 3
 """Steps after which DDP's logging data tells the bucket layout that it has used since the second."""
@@ -60,6 +66,7 @@ class Runner:
         self.until = until
         self.retained: Retained
         self.transaction: Transaction
+        self.protection: Protection
         self.step = 0
         self._batch: Any = None
         self._batch_step = -1
@@ -84,13 +91,16 @@ class Runner:
         self._setup = self.session.fabric.stop_recording()
         self._before = self.state.cursor.position()
         data = self.state.capture(self._before)
+        model, protect = self.state.model, self.session.welcome.protect
         self.retained = Retained.create(
-            self.state.model,
+            model,
             self.state.optimizer,
             self.session.link.alloc,
             elementwise=self.state.elementwise,
             extras_bytes=len(data),
             chunk_bytes=self.session.policy.state.chunk_bytes,
+            snapshots=protect,
+            replicas=replicas(model, model.parameters(), self.session.rank) if protect else (),
         )
         self.retained.extras.write(0, data)
         self.retained.header.epoch = self.session.fabric.epoch
@@ -142,6 +152,9 @@ class Runner:
         session = self.session
         torn = fault_hooks.torn_point(session.faults, lambda: self.step)
         self.transaction = Transaction(self.retained, session.link.alloc, self._publish, torn)
+        welcome = session.welcome
+        self.protection = Protection(self.retained.header, session.link, welcome.protect, welcome.every, self.until)
+        self.protection.generation = session.generation
         session.faults.on_fire = self._last_words
         self._user_step = self.state.optimizer.step
 
@@ -251,7 +264,7 @@ class Runner:
             hook(optimizer, (), {})
         self._vote()
         self._stepped = True
-        self._update()
+        self._fresh = self.transaction.run()
         optimizer._opt_called = True  # type: ignore[attr-defined]
         for hook in list(optimizer._optimizer_step_post_hooks.values()):
             hook(optimizer, (), {})
@@ -267,11 +280,10 @@ class Runner:
         self._write_extras(header.position.slot + 1, self._after)
         header.position = header.position._replace(step=self.step, phase=Phase.VOTE, torn=False, chunk=0)
         session.faults.at("vote", self.step)
-        if not session.fabric.vote():
+        lowest = session.fabric.vote(self.protection.ballot(self.transaction.fresh))
+        if lowest is None:
             raise StepLost(session.fabric.reason)
-
-    def _update(self) -> None:
-        self._fresh = self.transaction.run()
+        self.protection.decide(self.step, lowest)
 
     def _commit(self, *, in_body: bool) -> None:
         state, retained = self.state, self.retained
@@ -279,7 +291,7 @@ class Runner:
             function()
         if state.scheduler is not None:
             state.scheduler.step()
-        self._drop_gradients(check=in_body and self._commits < 2)
+        self.transaction.drop_gradients(check=in_body and self._commits < 2)
         following = self.step + 1
         first = self._commits == 0
         if self._fresh or first:
@@ -296,7 +308,8 @@ class Runner:
         self._before = self._after
         self._write_extras(slot, self._before)
         self.session.faults.at("commit", self.step)
-        retained.header.position = self._position(following, 0, slot)
+        self.protection.before_commit(self.step)
+        retained.header.position = start_of(self.state, following, 0, slot)
         self.step = following
         self._commits += 1
         if first:
@@ -305,15 +318,10 @@ class Runner:
             self._publish()
         elif self._commits == FINAL_BUCKETS and retained.refresh_buckets():
             self._publish()
+        self.protection.after_commit()
         if in_body:
+            self.protection.ask()
             self._reports.committed(self.step)
-
-    def _position(self, step: int, section: int | None, slot: int) -> Position:
-        """The start of `step`, before its due sections from index `section` on (None: after them)."""
-        due = [i for i in self.state.due(step) if section is not None and i >= section]
-        if due:
-            return Position(step, Phase.SECTION, slot=slot, chunk=due[0])
-        return Position(step, Phase.COMPUTE, slot=slot)
 
     def _write_extras(self, slot: int, position: dict[str, Any]) -> None:
         data = self.state.capture(position)
@@ -322,18 +330,6 @@ class Runner:
             if self.retained.manifest.version > 1:
                 self._publish()
         self.retained.extras.write(slot, data)
-
-    def _drop_gradients(self, *, check: bool) -> None:
-        for site in self.retained.sites[: self.retained.trained]:
-            grad = site.param.grad
-            if grad is None:
-                continue
-            if check and torch.count_nonzero(local(grad).detach()).item():
-                raise StateError(
-                    f"{site.name} still has a gradient at the end of step {self.step}: call optimizer.zero_grad() "
-                    "after optimizer.step(); gradients are accumulated within one step, not over several"
-                )
-            site.param.grad = None
 
     def _publish(self) -> None:
         self._reports.manifest(self.retained.manifest)
@@ -345,24 +341,18 @@ class Runner:
         while header.position.phase is Phase.SECTION:
             index = header.position.chunk
             self._run_section(index)
-            header.position = self._position(self.step, index + 1, header.position.slot)
+            header.position = start_of(self.state, self.step, index + 1, header.position.slot)
 
     def _run_section(self, index: int) -> None:
         """Run one. A lost collective raises out of it here, unlike in a step: what it reports is never garbage."""
         fabric = self.session.fabric
-        modes = [(module, module.training) for module in self.state.model.modules()]
-        random, sync = rng.capture(), flags(self.state.model)
         try:
-            self.state.sections[index].run()
+            with no_trace(self.state.model):
+                self.state.sections[index].run()
         except Exception as error:  # boundary: told to the agent and raised, unless a lost communicator explains it
             if not fabric.poisoned:
                 self._reports.failing(self.step, error)
                 raise
-        finally:
-            rng.restore(random)
-            set_flags(self.state.model, sync)
-            for module, training in modes:
-                module.training = training
         if fabric.poisoned:
             raise StepLost(fabric.reason)
 
@@ -371,7 +361,7 @@ class Runner:
         session = self.session
         header = self.retained.header
         header.position = header.position._replace(step=self.step, phase=Phase.DONE, chunk=0)
-        if not session.fabric.vote():
+        if session.fabric.vote() is None:
             raise StepLost(session.fabric.reason)
         self._reports.committed(self.step)
 
@@ -386,19 +376,26 @@ class Runner:
         session, header = self.session, self.retained.header
         session.fabric.tolerant = False
         session.mark("abort")
-        words = session.rejoin(promotion, header.position.pack(), self.step)
-        if words is None:
+        left = header.position
+        rows = session.rejoin(promotion, lambda: words_of(header), self.step)
+        if rows is None:
             self._released = True
-            words = [header.position.pack()] * session.welcome.world_size
+            rows = [list(words_of(header))] * session.welcome.world_size
+        self.protection.generation = session.generation
         header.epoch = session.fabric.epoch
-        resolution = resolve({rank: Position.unpack(word) for rank, word in enumerate(words)})
+        words = [Words(*row) for row in rows]
+        resolution = resolve({rank: Position.unpack(row.position) for rank, row in enumerate(words)})
         own = resolution.action[session.rank]
+        adopt = self._take_up(left) or promotion is not None
         reset(self.state.model)
         if own == "forward":
-            self._roll_forward(adopt=promotion is not None)
+            self._roll_forward(words, adopt=adopt)
         else:
-            self._rewind(adopt=promotion is not None)
-        header.position = self._position(self.step, resolution.section, header.position.slot)
+            self._rewind(adopt=adopt)
+        header.position = start_of(self.state, self.step, resolution.section, header.position.slot)
+        self._adopted = None
+        self.protection.joined()
+        self.protection.ask(again=True)
         session.mark("resolve")
         self._reports.joined(own)
         if promotion is not None:
@@ -406,22 +403,33 @@ class Runner:
         if self.step != resolution.step:
             raise StateError(f"rank {self.session.rank} resolved to step {self.step} instead of {resolution.step}")
 
-    def _roll_forward(self, *, adopt: bool) -> None:
+    def _take_up(self, left: Position) -> bool:
+        """Go on from where the header stands. True when the agent has put it back meanwhile, from where it was left."""
+        manifest, position = self.retained.manifest, self.retained.header.position
+        if manifest.at(position.step) is not manifest:
+            raise StateError(f"put back to step {position.step}, the layout holds from step {manifest.since} on")
+        self.step = position.step
+        return position != left
+
+    def _roll_forward(self, words: list[Words], *, adopt: bool) -> None:
         """The vote of this step passed somewhere, so all gradients are whole: finish it from the segments."""
         if adopt:
             self._adopt("forward")
+        if self.retained.header.position.phase is Phase.VOTE:
+            self.protection.follow(words)
         self.transaction.load_gradients()
-        self._update()
+        self._fresh = self.transaction.run()
         self._commit(in_body=False)
 
     def _rewind(self, *, adopt: bool) -> None:
         """Nobody has changed anything for this step: back to its start."""
         if adopt:
             self._adopt("rerun")
+            self.transaction.rewound()
         else:
-            slot = self.retained.header.position.slot
-            self._before = self.state.restore(self.retained.extras.read(slot), cursor=False)
-        self._drop_gradients(check=False)
+            data = self.retained.extras.read(self.retained.header.position.slot)
+            self._before = self.state.restore(data, cursor=False)
+        self.transaction.drop_gradients(check=False)
 
 
 def run(session: Session, state: TrainState, until: int) -> Iterator[Step]:

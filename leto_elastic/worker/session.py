@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -28,8 +29,10 @@ class Session:
 
     def __init__(self, path: str, token: str) -> None:
         start = float(os.environ.get("LETO_START_DEADLINE", "60"))
-        self.link = Link(path, token, start)
+        self.link = Link(path, token, None if math.isinf(start) else start)
         self.welcome = self.link.welcome
+        complete_environment(os.environ, self.welcome)
+        self.generation = self.welcome.generation
         self.rank = self.welcome.rank
         self.policy = Policy.decode(self.welcome.policy)
         self.shadow = self.welcome.role == "shadow"
@@ -51,6 +54,7 @@ class Session:
             loopback=self.shadow,
             replay=self.record.get("setup") if self.shadow else None,  # type: ignore[arg-type]
             rebuild=self.policy.deadlines.rebuild,
+            address=self.welcome.address,
         )
         self.link.on_abort = self._abort
         self.fabric.on_failure = self._suspect
@@ -111,18 +115,24 @@ class Session:
         for function in waiting:
             function()
 
-    def rejoin(self, plan: wire.Plan | wire.Promote | None, word: int, step: int) -> list[int] | None:
-        """Join the next epoch that gets together; returns the header words of all ranks.
+    def rejoin(
+        self, plan: wire.Plan | wire.Promote | None, words: Callable[[], Sequence[int]], step: int
+    ) -> list[list[int]] | None:
+        """Join the next epoch that gets together; returns the words of all ranks.
 
         None: no further epoch is needed, since every rank has committed the last step.
 
+        While this process waits for a plan its agent may put its state back to an earlier version, header included.
+
         Args:
             plan: the plan at hand, None to wait for one.
-            word: this rank's header word.
+            words: what this rank tells the others, as of then; equally many in every rank.
             step: for fault plans.
         """
+        left = self.fabric.epoch
         while True:
             if plan is None or plan.epoch <= self.fabric.epoch:
+                self.link.send(wire.Parked(epoch=left))
                 patience = self.policy.deadlines.plan + self.policy.deadlines.respawn
                 why = f"a plan after a failure ({self.fabric.reason or 'this process was just promoted'})"
                 message = self.link.wait((wire.Plan, wire.Release), patience, why).message
@@ -135,22 +145,42 @@ class Session:
             if plan.store.port == 0:
                 return None
             self.mark("plan")
+            self.generation = plan.generation
             try:
                 self.faults.at("rebuild", step)
                 self._connect(plan.epoch, plan.store)
-                rows = self.fabric.exchange([word])
+                rows = self.fabric.exchange(list(words()))
             except EpochAborted:
                 log.info("epoch %d was given up while it was joined", plan.epoch)
-                plan = None
+                left, plan = plan.epoch, None
                 continue
             self.mark("rebuild")
-            return [row[0] for row in rows]
+            return rows
 
     def take_stdio(self, fds: list[int]) -> None:
         """Write to the trainer's stdout and stderr from now on."""
         for fd, target in zip(fds, (1, 2), strict=False):
             os.dup2(fd, target)
             os.close(fd)
+
+
+def complete_environment(environment: MutableMapping[str, str], welcome: wire.Welcome) -> None:
+    """Set what torchrun sets and this process lacks: a spare does not know its rank when it starts.
+
+    The number of its node is right when all nodes have equally many ranks.
+    """
+    values = {
+        "RANK": welcome.rank,
+        "WORLD_SIZE": welcome.world_size,
+        "LOCAL_RANK": welcome.local_rank,
+        "LOCAL_WORLD_SIZE": welcome.local_world_size,
+        "GROUP_RANK": (welcome.rank - welcome.local_rank) // welcome.local_world_size,
+        "GROUP_WORLD_SIZE": -(-welcome.world_size // welcome.local_world_size),
+        "ROLE_RANK": welcome.rank,
+        "ROLE_WORLD_SIZE": welcome.world_size,
+    }
+    for name, value in values.items():
+        environment.setdefault(name, str(value))
 
 
 _current: Session | None = None

@@ -22,6 +22,7 @@ from leto_elastic.launch.segments import Memory
 from leto_elastic.launch.setup import Entry
 from leto_elastic.launch.supervisor import Supervisor
 from leto_elastic.launch.terms import Outcome, Settings
+from leto_elastic.launch.world import World
 from leto_elastic.observe.events import EventLog
 from leto_elastic.recovery.policy import Policy, ShadowPolicy
 from leto_elastic.wire import StoreAddress
@@ -68,7 +69,7 @@ class Rig:
 
     # ---- Host
 
-    def worker_env(self, local_rank: int, attempt: int, store: StoreAddress) -> dict[str, str]:
+    def worker_env(self, local_rank: int, attempt: int, store: StoreAddress, world: World) -> dict[str, str]:  # noqa: ARG002
         return {
             "RANK": str(local_rank),
             "TORCHELASTIC_RUN_ID": "rig",
@@ -81,7 +82,7 @@ class Rig:
         self.logs = Logs(self.specs, "rig", envs, None, (None, None))
         return self.logs
 
-    def group_starting(self, attempt: int) -> None:
+    def group_starting(self, attempt: int, world: World) -> None:  # noqa: ARG002
         assert attempt == len(self.attempts)
         self.attempts.append({})
 
@@ -105,15 +106,16 @@ class Rig:
         settings = Settings(
             run_id="rig",
             run_dir=str(self.run_dir),
-            world_size=self.world,
+            slots=self.world,
             entry=self.entry,
             policy=self.policy,
             max_restarts=self.max_restarts,
             shutdown=self.shutdown,
+            logs=str(self.run_dir / "logs"),
         )
         self.forker = Forker(30.0, imports=("leto_elastic.wire", "leto_elastic.state.header"))
         self.supervisor = Supervisor(
-            settings, self, self.decider or Alone(self.policy), self.events, self.forker, self.memory
+            settings, self, self.decider or Alone(self.policy, self.world), self.events, self.forker, self.memory
         )
         job = asyncio.create_task(self.supervisor.run())
         told = asyncio.create_task(self._tell(scenario))

@@ -20,6 +20,7 @@ from typing import Any, TypeVar
 from leto_elastic.coordinator.client import EtcdClient
 from leto_elastic.coordinator.embedded import _free_ports, find_binary
 from leto_elastic.coordinator.settings import EtcdSettings
+from leto_elastic.testing.network import Place
 
 T = TypeVar("T")
 
@@ -111,11 +112,18 @@ class Server:
         members: 1 or 3.
         certificates: serve by TLS.
         client_auth: and ask for client certificates.
+        place: where they run; this process can only speak to those that are on its own loopback interface.
     """
 
     def __init__(
-        self, directory: Path, members: int = 1, certificates: Certificates | None = None, client_auth: bool = False
+        self,
+        directory: Path,
+        members: int = 1,
+        certificates: Certificates | None = None,
+        client_auth: bool = False,
+        place: Place | None = None,
     ) -> None:
+        self._place = place if place is not None else Place("127.0.0.1")
         self._directory, self._certificates, self._client_auth = directory, certificates, client_auth
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
         self._ports = [_free_ports() for _ in range(members)]
@@ -125,7 +133,7 @@ class Server:
 
     @property
     def endpoints(self) -> tuple[str, ...]:
-        return tuple(f"127.0.0.1:{client}" for client, _ in self._ports)
+        return tuple(self._place.at(client) for client, _ in self._ports)
 
     def settings(self, **fields: Any) -> EtcdSettings:
         """How to connect, as a user that is given in `fields`."""
@@ -138,16 +146,16 @@ class Server:
 
     def start(self, *members: int) -> None:
         """Start members (all by default) on their data, and wait until the cluster serves."""
-        cluster = ",".join(f"m{i}=http://127.0.0.1:{peer}" for i, (_, peer) in enumerate(self._ports))
+        cluster = ",".join(f"m{i}=http://{self._place.at(peer)}" for i, (_, peer) in enumerate(self._ports))
         for i in members or range(len(self._ports)):
-            client, peer = self._ports[i]
+            client, peer = map(self._place.at, self._ports[i])
             arguments = {
                 "name": f"m{i}",
                 "data-dir": str(self._directory / f"m{i}"),
-                "listen-client-urls": f"{self._scheme}://127.0.0.1:{client}",
-                "advertise-client-urls": f"{self._scheme}://127.0.0.1:{client}",
-                "listen-peer-urls": f"http://127.0.0.1:{peer}",
-                "initial-advertise-peer-urls": f"http://127.0.0.1:{peer}",
+                "listen-client-urls": f"{self._scheme}://{client}",
+                "advertise-client-urls": f"{self._scheme}://{client}",
+                "listen-peer-urls": f"http://{peer}",
+                "initial-advertise-peer-urls": f"http://{peer}",
                 "initial-cluster": cluster,
                 "heartbeat-interval": "20",
                 "election-timeout": "200",
@@ -159,7 +167,8 @@ class Server:
                 arguments |= {"cert-file": self._certificates.cert, "key-file": self._certificates.key}
                 if self._client_auth:
                     arguments |= {"client-cert-auth": "true", "trusted-ca-file": self._certificates.ca}
-            command = [find_binary(), *(f"--{name}={value}" for name, value in arguments.items())]
+            options = [f"--{name}={value}" for name, value in arguments.items()]
+            command = [*self._place.launcher, find_binary(), *options]
             with (self._directory / f"m{i}.log").open("ab") as log:
                 self._processes[i] = subprocess.Popen(command, stdout=log, stderr=log)
         asyncio.run(self.wait(members or range(len(self._ports))))
@@ -173,6 +182,8 @@ class Server:
 
     async def _serves(self, member: int) -> bool:
         assert self._processes[member].poll() is None, (self._directory / f"m{member}.log").read_text()
+        if self._place.launcher:
+            return await asyncio.to_thread(self._healthy, member)
         context = None
         if self._certificates is not None:
             context = ssl.create_default_context(cafile=self._certificates.ca)
@@ -191,12 +202,19 @@ class Server:
             with contextlib.suppress(OSError):
                 await writer.wait_closed()
 
-    def etcdctl(self, *arguments: str, stdin: str = "") -> None:
-        """Run etcd's own client, over plain HTTP."""
-        binary = Path(find_binary()).with_name("etcdctl")
+    def _healthy(self, member: int) -> bool:
+        command = [*self._etcdctl(), f"--endpoints={self.endpoints[member]}", "endpoint", "health"]
+        return subprocess.run(command, capture_output=True, check=False, timeout=LIMIT).returncode == 0
+
+    def etcdctl(self, *arguments: str, stdin: str = "") -> str:
+        """What etcd's own client prints, over plain HTTP, run where the servers are."""
         deadlines = [f"--{name}-timeout={LIMIT:g}s" for name in ("dial", "command")]
-        command = [str(binary), f"--endpoints={','.join(self.endpoints)}", *deadlines, *arguments]
-        subprocess.run(command, check=True, capture_output=True, timeout=LIMIT, input=stdin.encode())
+        command = [*self._etcdctl(), f"--endpoints={','.join(self.endpoints)}", *deadlines, *arguments]
+        done = subprocess.run(command, check=True, capture_output=True, timeout=LIMIT, input=stdin.encode())
+        return done.stdout.decode()
+
+    def _etcdctl(self) -> list[str]:
+        return [*self._place.launcher, str(Path(find_binary()).with_name("etcdctl"))]
 
     def forget_tokens(self, user: str) -> None:
         """Make every token of a user invalid, by giving it the password that it has."""

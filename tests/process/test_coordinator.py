@@ -49,6 +49,10 @@ def failure(rank: int, step: int = 7) -> FailureRecord:
     return FailureRecord(rank=rank, slot=rank, pid=100 + rank, cause=FailureClass.SIGNAL, step=step, phase="update")
 
 
+async def no_store(_epoch: int) -> tuple[str, int]:
+    return "127.0.0.1", 1
+
+
 @asynccontextmanager
 async def etcd() -> AsyncIterator[EmbeddedEtcd]:
     server = await EmbeddedEtcd.start(timeout=LIMIT)
@@ -60,14 +64,14 @@ async def etcd() -> AsyncIterator[EmbeddedEtcd]:
 
 @asynccontextmanager
 async def agent(
-    settings: EtcdSettings, node: str = "a", policy: Policy = POLICY, slots: int = 0
+    settings: EtcdSettings, node: str = "a", policy: Policy = POLICY, slots: int = 0, offers: int | None = None
 ) -> AsyncIterator[Coordinator]:
     """A registered agent. With slots: it owns the run, and all its slots are protected and have a shadow."""
     coordinator = await Coordinator.open(settings, "job", node, policy)
     try:
-        await coordinator.register(NodeRecord(host="h", pid=1, slots=slots))
+        await coordinator.register(NodeRecord(host="h", pid=1, slots=slots if offers is None else offers))
         if slots:
-            assert await coordinator.begin() == 0
+            assert (await coordinator.meet(no_store)).epoch == 0
             for slot in range(slots):
                 record = SlotRecord(rank=slot, pid=100 + slot, leto=True, protected=True, shadow="ready")
                 await coordinator.put_slot(slot, record)
@@ -199,8 +203,8 @@ def test_etcd_is_away_when_a_worker_fails() -> None:
 
 def test_a_report_follows_the_slots_that_were_put_before_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test() -> None:
-        async with etcd() as server, agent(server.settings) as a:
-            await a.begin()
+        async with etcd() as server, agent(server.settings, offers=1) as a:
+            await a.meet(no_store)
             order: list[str] = []
             original = a.client.txn
 
@@ -235,8 +239,8 @@ def test_a_report_is_given_up_when_it_is_cancelled() -> None:
 
 def test_while_etcd_is_away_putting_does_not_wait_and_flushing_has_a_deadline() -> None:
     async def test() -> None:
-        async with etcd() as server, agent(server.settings) as a:
-            await a.begin()
+        async with etcd() as server, agent(server.settings, offers=1) as a:
+            await a.meet(no_store)
             pause(server.pid)
             for pid in range(5):
                 await a.put_slot(3, SlotRecord(rank=3, pid=pid))
@@ -401,8 +405,8 @@ def test_the_budget_of_the_job_runs_out() -> None:
 
 def test_restarts_of_a_group_without_leto() -> None:
     async def test() -> None:
-        async with etcd() as server, agent(server.settings) as a, leader(a, max_restarts=1):
-            await a.begin()
+        async with etcd() as server, agent(server.settings, offers=1) as a, leader(a, max_restarts=1):
+            await a.meet(no_store)
             await a.put_slot(0, SlotRecord(rank=0, pid=1))
             async with aclosing(a.plans()) as plans:
                 assert await a.report_failure(0, failure(0, step=0))
@@ -437,14 +441,14 @@ def test_a_run_has_one_owner_until_it_is_gone() -> None:
                     assert (await anext(plans)).epoch == 1
                 async with agent(server.settings, "b", impatient) as b:
                     with pytest.raises(ConfigError, match="run id 'job' is in use by agent a"):
-                        await b.begin()
+                        await b.meet(no_store)
                     assert len(await written_plans(a)) == 1
                 patient = await Coordinator.open(server.settings, "job", "c", POLICY)
                 await patient.register(NodeRecord(host="h", pid=2, slots=1))
-                waiting = asyncio.create_task(patient.begin())
+                waiting = asyncio.create_task(patient.meet(no_store))
                 await asyncio.wait([waiting], timeout=0.05)
                 assert not waiting.done()
-            assert await waiting == 0
+            assert (await waiting).epoch == 0
             assert await written_plans(patient) == []
             async with leader(patient), aclosing(patient.plans()) as plans:
                 assert await patient.report_failure(0, failure(0))
@@ -465,10 +469,10 @@ def test_of_agents_that_begin_at_once_one_owns_the_run() -> None:
             agents = [await Coordinator.open(server.settings, "job", f"n{i}", policy) for i in range(4)]
             for one in agents:
                 await one.register(NodeRecord(host="h", pid=1, slots=1))
-            ends = await asyncio.gather(*(one.begin() for one in agents), return_exceptions=True)
-            assert sorted(type(end).__name__ for end in ends) == ["ConfigError"] * 3 + ["int"]
-            owner = agents[[isinstance(end, int) for end in ends].index(True)]
-            assert await owner.begin() == 0, "idempotent"
+            ends = await asyncio.gather(*(one.meet(no_store) for one in agents), return_exceptions=True)
+            assert sorted(type(end).__name__ for end in ends) == ["ConfigError"] * 3 + ["PlanRecord"]
+            owner = agents[[isinstance(end, PlanRecord) for end in ends].index(True)]
+            assert (await owner.meet(no_store)).epoch == 0, "idempotent"
             for one in agents:
                 await one.close()
 
@@ -500,8 +504,8 @@ def test_runs_do_not_see_each_other() -> None:
             several = [await Coordinator.open(server.settings, run_id, "a", POLICY) for run_id in ids]
             for one in several:
                 await one.register(NodeRecord(host="h", pid=1, slots=1))
-                assert await one.begin() == 0
-                assert len((await one.client.get_prefix(one.keys.root, timeout=LIMIT)).entries) == 4
+                assert (await one.meet(no_store)).epoch == 0
+                assert len((await one.client.get_prefix(one.keys.root, timeout=LIMIT)).entries) == 5
             for one in several:
                 await one.close()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import signal
-import time
 from pathlib import Path
 
 import pytest
 
 from leto_elastic.testing.job import Job
-from tests.process.runs import Outcome, Reference, train, trainers
+from tests.process.runs import Outcome, Reference, train, trainers, wait_stopped
 
 pytestmark = pytest.mark.process
 
@@ -72,15 +71,6 @@ def test_stopped_then_killed(tmp_path: Path, reference: Reference) -> None:
         wait_stopped(job, pid)
         job.kill(pid, signal.SIGKILL)
         check(job, expected, [2])
-
-
-def wait_stopped(job: Job, pid: int) -> None:
-    """Until every thread of the process is stopped by a signal, which reaches them one by one."""
-    end = time.monotonic() + job.deadline
-    while any(
-        (task / "stat").read_text().rpartition(")")[2].split()[0] != "T" for task in Path(f"/proc/{pid}/task").iterdir()
-    ):
-        assert time.monotonic() < end, f"process {pid} was not stopped within {job.deadline:g} s"
 
 
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

@@ -62,10 +62,14 @@ class Samples:
         self.noted, self.steps = state["noted"], state["steps"]
 
     def flush(self) -> None:
+        """Raises RuntimeError when a step that is done once more has other samples than the first time."""
         lines = self.path.read_text().splitlines() if self.path.exists() else []
+        line = f"{self.steps} {' '.join(map(str, self.noted))}"
         if len(lines) <= self.steps:
             with self.path.open("a") as file:
-                file.write(f"{self.steps} {' '.join(map(str, self.noted))}\n")
+                file.write(f"{line}\n")
+        elif lines[self.steps] != line:
+            raise RuntimeError(f"{self.path.name}: step {self.steps} had samples {lines[self.steps]!r}, now {line!r}")
         self.steps += 1
 
 
@@ -111,15 +115,11 @@ def digest(model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
 
 
 def hold(run_dir: str, count: int) -> None:
-    """Go on when the shadows of all ranks have been ready so often."""
-    path = Path(run_dir, "events.jsonl")
+    """Go on when the shadows of all ranks, on all nodes, have been ready so often."""
     while True:
-        ready: dict[int, int] = {}
-        for line in path.read_text().splitlines():
-            event = json.loads(line) if line.endswith("}") else {}
-            if event.get("event") == "shadow_ready":
-                ready[event["rank"]] = ready.get(event["rank"], 0) + 1
-        if sum(ready.values()) >= count:
+        lines = [line for path in Path(run_dir).glob("events*.jsonl") for line in path.read_text().splitlines()]
+        events = [json.loads(line) for line in lines if line.endswith("}")]
+        if sum(event["event"] == "shadow_ready" for event in events) >= count:
             return
         select.select([], [], [], 0.02)
 

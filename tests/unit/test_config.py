@@ -44,6 +44,7 @@ def test_the_shipped_file_names_every_key() -> None:
 
     shipped = yaml.safe_load(files("leto_elastic.configs").joinpath("default.yaml").read_text(encoding="utf-8"))
     assert keys(shipped) == keys(msgspec.to_builtins(Policy()))
+    assert "protect.global.parity" in {name.removeprefix(".") for name in keys(shipped)}
 
 
 def test_a_file_names_only_what_differs(policy_file: Path) -> None:
@@ -57,6 +58,14 @@ def test_a_file_names_only_what_differs(policy_file: Path) -> None:
     assert policy.classes[FailureClass.SIGNAL] == default.classes[FailureClass.SIGNAL]
     assert policy.coordinator.lease == 9
     assert policy.deadlines == default.deadlines
+
+
+def test_a_key_that_python_reserves_is_spelt_plainly_in_a_file(policy_file: Path) -> None:
+    policy_file.write_text("protect: {global: {parity: 2}}\nclasses: {node: [fail]}\n")
+    policy = load_policy(str(policy_file))
+    assert (policy.protect.global_.parity, policy.protect.global_.every) == (2, 10)
+    assert policy.classes[FailureClass.NODE] == (Action.FAIL,)
+    assert Policy.decode(policy.encode()) == policy
 
 
 @pytest.mark.parametrize("text", ["", "# only a comment\n", "---\n", "limits: {}\n"])
@@ -100,8 +109,25 @@ def test_torchruns_options_win_over_the_file(policy_file: Path) -> None:
         ("shadow:\n  per_slot: 2\n", 2, ["shadow.per_slot is 2", "0 or 1"]),
         ("shadow:\n  rehearsals: 2\n", 2, ["shadow.rehearsals is 2", "from 3"]),
         ("state:\n  chunk_bytes: 16M\n", 2, ["state.chunk_bytes is '16M'", "from 65536"]),
+        ("protect:\n  global_: {}\n", 2, ["'global_' in protect", "local, global, codec", "mean global?"]),
+        ("protect:\n  global:\n    parity: 17\n", 3, ["protect.global.parity is 17", "from 0 (off) to 16"]),
+        ("protect:\n  global:\n    every: 0\n", 3, ["protect.global.every is 0", "at least 1"]),
+        ("protect:\n  global:\n    buffers: 3\n", 3, ["protect.global.buffers is 3", "1 or 2"]),
+        ("protect:\n  global:\n    date: 2\n", 3, ["'date' in protect.global", "mean data?"]),
+        ("protect:\n  global: off\n", 2, ["protect.global is false", "a mapping of data, parity, every, buffers"]),
+        ("protect:\n  local: {parity: 2}\n", 2, ["protect.local.parity is 2", "0 (off) or 1"]),
+        ("protect:\n  codec: isa-l\n", 2, ["protect.codec is 'isa-l'", "auto, isal, tables or reedsolo"]),
+        ("protect:\n  max_fraction: 1.5\n", 2, ["protect.max_fraction is 1.5", "at most 1"]),
+        ("deadlines:\n  meet: 0\n", 2, ["deadlines.meet is 0"]),
+        ("deadlines:\n  replace: 1800\n", 2, ["replace (1800 s) must be below collective (1800 s)"]),
+        ("deadlines:\n  restore: 2000\n", 2, ["restore (2000 s) must be below collective (1800 s)"]),
+        ("classes:\n  node: [replace]\n", 2, ["classes.node is [replace]", "ends with fail"]),
         ("coordinator:\n  lease: 1.5\n", 2, ["coordinator.lease is 1.5", "whole number"]),
-        ("classes:\n  exit: [retry, fail]\n", 2, ["classes.exit is ['retry', 'fail']", "promote, respawn and fail"]),
+        (
+            "classes:\n  exit: [retry, fail]\n",
+            2,
+            ["classes.exit is ['retry', 'fail']", "promote, respawn, replace and fail"],
+        ),
         ("classes:\n  exit: []\n", 2, ["classes.exit is []"]),
         ("classes:\n  exit: fail\n", 2, ["classes.exit is 'fail'", "a list"]),
         ("classes:\n  exit: [fail, promote]\n", 2, ["ends with fail"]),

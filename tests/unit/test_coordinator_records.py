@@ -18,6 +18,8 @@ from leto_elastic.coordinator.schema import (
     PlanRecord,
     Record,
     RunRecord,
+    Seat,
+    ShardRecord,
     SlotRecord,
     decode,
     encode,
@@ -46,6 +48,8 @@ def plan(epoch: int, action: str = "repair", step: int = 7) -> PlanRecord:
             "failures": [failure(0, step)],
             "step": step,
             "time": float(epoch),
+            "nodes": [Seat(node="a", slots=2, domain="a", place="a")],
+            "count": 1,
         },
         PlanRecord,
         from_attributes=True,
@@ -59,6 +63,9 @@ RECORDS: list[Record] = [
     failure(3),
     plan(4),
     BudgetRecord(recoveries=1, restarts=2),
+    ShardRecord(
+        rank=1, version=7, generation=2, bytes=9, chunks=1, digest="d", holders=(2, 3), state="complete", lag=1
+    ),
 ]
 
 
@@ -130,6 +137,7 @@ def history() -> list[tuple[Batch, Snapshot]]:
     for puts in (
         [
             (KEYS.run, encode(RunRecord(owner="a", started=0.0))),
+            (KEYS.start, encode(plan(0, "start"))),
             (KEYS.epoch, b"0"),
             (KEYS.budget, encode(BudgetRecord())),
         ],
@@ -195,16 +203,15 @@ def test_a_slot_that_nobody_has_heard_of_is_not_protected() -> None:
     assert not mirror.view(Policy(), 0, 0.0).protected
 
 
-def test_only_a_failed_slot_that_had_finished_counts_as_finished() -> None:
+def test_any_slot_that_has_finished_counts_as_finished() -> None:
     mirror = Mirror(KEYS)
     etcd = Etcd()
     mirror.apply(etcd.put((KEYS.epoch, b"0")))
-    for slot, finished in ((0, True), (1, False)):
-        record = SlotRecord(rank=slot, pid=1, finished=finished)
-        mirror.apply(etcd.put((KEYS.slot(slot), encode(record))))
+    for slot in range(2):
+        mirror.apply(etcd.put((KEYS.slot(slot), encode(SlotRecord(rank=slot, pid=1)))))
     mirror.apply(etcd.put((KEYS.failure(0, 1), encode(failure(1)))))
     assert not mirror.view(Policy(), 0, 0.0).finished
-    mirror.apply(etcd.put((KEYS.failure(0, 0), encode(failure(0)))))
+    mirror.apply(etcd.put((KEYS.slot(0), encode(SlotRecord(rank=0, pid=1, finished=True)))))
     assert mirror.view(Policy(), 0, 0.0).finished
 
 

@@ -130,7 +130,7 @@ def test_parameters() -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (parameters(nodes=2), "on one node"),
+        (parameters(nodes=2), "needs an etcd where the nodes meet"),
         (parameters(run_dri="x"), "unknown key 'run_dri'.*did you mean run_dir"),
         (parameters(run_dir=""), "run_dir in --rdzv-conf is empty"),
         (parameters("etcd:2379"), "--rdzv-id"),
@@ -265,7 +265,7 @@ def test_filtered_output(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> N
 
 
 def test_shadow_logs(tmp_path: Path) -> None:
-    fd = open_shadow_log(str(tmp_path), 2, 7)
+    fd = open_shadow_log(str(tmp_path / "logs"), 2, 7)
     os.write(fd, b"x")
     os.close(fd)
     assert (tmp_path / "logs" / "shadow.2.7.log").read_text() == "x"

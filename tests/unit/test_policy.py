@@ -14,11 +14,15 @@ from leto_elastic.recovery.policy import (
     FailureClass,
     JobView,
     Limits,
+    LocalProtection,
+    NodeView,
     PastRecovery,
     Policy,
     PolicyError,
+    Protection,
     Repair,
     ShadowState,
+    Spare,
     Window,
     decide,
 )
@@ -90,7 +94,6 @@ def test_one_failure_that_may_not_be_repaired_ends_the_job_for_all() -> None:
     ("changes", "reason"),
     [
         ({"protected": False}, "not every rank has committed its first step yet"),
-        ({"finished": True}, "already finished"),
         ({"budget": 0}, "no recoveries left"),
         ({"history": tuple(PastRecovery(e, 7, 0.0) for e in (1, 2, 3))}, "step 7 was recovered 3 times already"),
         (
@@ -125,6 +128,170 @@ def test_a_job_that_never_called_init_is_restarted_as_a_whole() -> None:
     assert (over.action, over.reason) == ("fail", "rank 2 failed (signal); no restarts left (--max-restarts)")
 
 
+def test_after_the_training_nobody_joins_a_new_epoch() -> None:
+    for changes in ({}, {"failures": (), "lost": (1,)}, {"budget": 0}):
+        decision = decide(Policy(), view(nodes=NODES, finished=True, **changes))
+        assert (decision.action, decision.repairs, decision.nodes) == ("finish", (), None)
+        assert "already finished" in decision.reason
+
+
+# ---- several nodes: a, b, c, d with two ranks each, in racks of their own
+
+NODES = tuple(NodeView(name, 2, f"rack {name}") for name in "abcd")
+SPARES = (Spare("x", 2, "rack x"), Spare("y", 2, "rack y"))
+LOST = view(nodes=NODES, spares=SPARES, data=3, parity=1, failures=(), lost=(1,))
+
+
+def lose(**changes: object) -> JobView:
+    return msgspec.structs.replace(LOST, **changes)
+
+
+def test_a_spare_takes_the_place_of_a_lost_node() -> None:
+    assert decide(Policy(), LOST) == Decision(
+        "repair",
+        (Repair(2, 2, "replace"), Repair(3, 3, "replace")),
+        "node b (position 1) lost; x takes the place of b",
+        ("a", "x", "c", "d"),
+    )
+
+
+def test_a_worker_that_dies_besides_is_repaired_in_its_own_way() -> None:
+    decision = decide(Policy(), lose(failures=failed(0, 2), shadows={0: "ready", 2: "ready"}))
+    expected = (Repair(0, 0, "promote"), Repair(2, 2, "replace"), Repair(3, 3, "replace"))
+    assert decision.repairs == expected, "rank 2 sat on the lost node, its shadow with it"
+    assert decision.reason == "node b (position 1) lost, rank 0 failed (signal); x takes the place of b"
+
+
+def test_a_failure_of_class_node_says_that_its_node_is_lost() -> None:
+    told = lose(lost=(), failures=failed(3, cause=FailureClass.NODE))
+    assert decide(Policy(), told) == decide(Policy(), LOST)
+
+
+@pytest.mark.parametrize(
+    ("lost", "spares", "nodes"),
+    [
+        ((1,), [("x", 2, "rack x"), ("y", 2, "rack b")], "aycd"),  # the same domain
+        ((1,), [("x", 2, "rack a"), ("y", 2, "rack y")], "aycd"),  # a domain of its own
+        ((1,), [("x", 2, "rack a"), ("y", 2, "rack c")], "axcd"),  # the first
+        ((1,), [("x", 3, "rack b"), ("y", 1, "rack y"), ("z", 2, "rack a")], "azcd"),  # only one fits
+        ((1, 2), [("x", 2, "rack c"), ("y", 2, "rack y")], "ayxd"),  # the same domain, for either place
+        ((1, 2), [("x", 2, "rack x"), ("y", 2, "rack x")], "axyd"),  # in order
+        ((2, 1), [("x", 2, "rack x"), ("y", 2, "rack x"), ("z", 2, "rack z")], "axzd"),  # apart from each other too
+        ((1,), [("x", 2, "rack b"), ("y", 2, "rack b")], "axcd"),
+    ],
+)
+def test_the_best_spare_is_taken(lost: tuple[int, ...], spares: list[tuple[str, int, str]], nodes: str) -> None:
+    decision = decide(Policy(), lose(lost=lost, spares=tuple(Spare(*spare) for spare in spares), parity=2))
+    assert decision.nodes == tuple(nodes)
+
+
+def test_a_place_waits_for_a_spare_until_its_deadline() -> None:
+    for spares in ((), (Spare("x", 3, "rack b"),)):
+        waiting = decide(Policy(), lose(spares=spares, waited=599.0))
+        assert waiting == Decision("wait", (), waiting.reason)
+        said = "node b (position 1) lost; waiting at most 600 s (deadlines.replace) for a spare for b with 2 slots"
+        assert waiting.reason == said
+        over = decide(Policy(), lose(spares=spares, waited=600.0))
+        assert over.action == "fail"
+        assert over.reason.endswith("no spare for b with 2 slots came within 600 s (deadlines.replace)")
+    assert decide(Policy(), lose(waited=601.0)).action == "repair", "it came at the last moment"
+
+
+def test_two_lost_places_and_one_spare_wait() -> None:
+    decision = decide(Policy(), lose(lost=(1, 3), spares=SPARES[:1], parity=2))
+    assert decision.action == "wait"
+    assert "for a spare for d with 2 slots" in decision.reason
+
+
+def test_what_ends_the_job_does_not_wait() -> None:
+    assert decide(Policy(), lose(spares=(), budget=0)).action == "fail"
+    assert decide(Policy(), lose(spares=(), parity=0)).action == "fail"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"lost": (1, 3)}, "2 nodes lost, RS(3, 1) covers 1"),
+        ({"parity": 0, "data": 0}, "1 node lost, no global protection in force"),
+        ({"lost": (0, 1, 3), "data": 2, "parity": 2}, "3 nodes lost, RS(2, 2) covers 2"),
+        (
+            {"failures": failed(0, cause=FailureClass.STATE)},
+            "1 node lost, 1 node with damaged memory, RS(3, 1) covers 1",
+        ),
+        ({"protected": False}, "not every rank has committed its first step yet"),
+    ],
+)
+def test_more_than_the_code_covers_is_not_tried(changes: dict[str, object], reason: str) -> None:
+    decision = decide(Policy(), lose(**changes))
+    assert (decision.action, decision.nodes) == ("fail", None)
+    assert reason in decision.reason
+
+
+def test_damaged_memory_is_restored_in_place() -> None:
+    damaged = lose(lost=(), failures=failed(2, 3, cause=FailureClass.STATE))
+    decision = decide(Policy(), damaged)
+    assert decision.repairs == (Repair(2, 2, "restore"), Repair(3, 3, "restore")), "both on one node: one loss"
+    assert decision.nodes is None
+    apart = decide(Policy(), lose(lost=(), failures=failed(2, 4, cause=FailureClass.STATE)))
+    assert "2 nodes with damaged memory, RS(3, 1) covers 1" in apart.reason
+
+
+def test_the_local_tier_covers_one_slot_of_each_node() -> None:
+    policy = Policy(protect=Protection(local=LocalProtection(parity=1)))
+    damaged = failed(0, 2, 4, cause=FailureClass.STATE)
+    assert decide(policy, lose(lost=(), parity=0, failures=damaged)).action == "repair"
+    assert decide(policy, lose(failures=failed(0, cause=FailureClass.STATE))).action == "repair", "and a node besides"
+    two = decide(policy, lose(lost=(), parity=0, failures=failed(0, 1, cause=FailureClass.STATE)))
+    assert "1 node with damaged memory, no global protection in force" in two.reason
+
+
+def test_a_ladder_for_lost_memory_knows_only_replace() -> None:
+    def policy(*ladder: Action) -> Policy:
+        return Policy(classes={**Policy().classes, **dict.fromkeys((FailureClass.NODE, FailureClass.STATE), ladder)})
+
+    state = lose(lost=(), failures=failed(2, cause=FailureClass.STATE))
+    passing = policy(Action.PROMOTE, Action.RESPAWN, Action.REPLACE, Action.FAIL)
+    assert decide(passing, LOST) == decide(Policy(), LOST)
+    assert decide(passing, state) == decide(Policy(), state)
+    for ladder in ((Action.FAIL,), (Action.PROMOTE, Action.RESPAWN, Action.FAIL)):
+        assert decide(policy(*ladder), LOST).reason.endswith(f"classes.node is [{', '.join(ladder)}]")
+        assert decide(policy(*ladder), state).reason.endswith(f"classes.state is [{', '.join(ladder)}]")
+
+
+def test_where_memory_is_not_lost_replace_is_passed_over() -> None:
+    classes = {**Policy().classes, FailureClass.SIGNAL: (Action.REPLACE, Action.RESPAWN, Action.FAIL)}
+    assert decide(Policy(classes=classes), VIEW).repairs == (Repair(2, 2, "respawn"),)
+
+
+def test_a_lost_node_counts_as_one_failure() -> None:
+    policy = Policy(limits=Limits(per_window=Window(failures=2, seconds=10.0)))
+    with_workers = lose(failures=failed(0, 2, 3))
+    assert (LOST.count, with_workers.count) == (1, 2)
+    assert decide(policy, with_workers).action == "repair"
+    past = (PastRecovery(1, 5, 95.0, failures=2),)
+    assert "3 failures within 10 s" in decide(policy, lose(history=past)).reason
+    same = tuple(PastRecovery(e, 7, 0.0) for e in (1, 2, 3))
+    assert "step 7 was recovered 3 times already" in decide(Policy(), lose(history=same)).reason
+
+
+def test_nodes_may_have_different_numbers_of_slots() -> None:
+    nodes = (NodeView("a", 1, "a"), NodeView("b", 3, "b"), NodeView("c", 2, "c"))
+    spares = (Spare("x", 2, "x"), Spare("y", 3, "y"))
+    decision = decide(Policy(), lose(nodes=nodes, spares=spares))
+    assert decision.nodes == ("a", "y", "c")
+    assert decision.repairs == tuple(Repair(rank, rank, "replace") for rank in (1, 2, 3))
+
+
+def test_a_job_that_never_called_init_is_restarted_with_a_spare() -> None:
+    plain = lose(leto_job=False, protected=False, parity=0, restarts_left=1)
+    decision = decide(Policy(), plain)
+    assert (decision.action, decision.repairs, decision.nodes) == ("restart", (), ("a", "x", "c", "d"))
+    waiting = msgspec.structs.replace(plain, spares=())
+    assert decide(Policy(), waiting).action == "wait"
+    assert decide(Policy(), msgspec.structs.replace(waiting, waited=600.0)).action == "fail"
+    assert decide(Policy(), msgspec.structs.replace(waiting, restarts_left=0)).action == "fail", "nothing to wait for"
+
+
 def test_deciding_depends_on_nothing_else() -> None:
     assert decide(Policy(), VIEW) == decide(Policy.decode(Policy().encode()), view())
 
@@ -142,6 +309,8 @@ def test_a_policy_travels() -> None:
         (lambda: Deadlines(rebuild=50.0, collective=40.0), "rebuild"),
         (lambda: Deadlines(attach=40.0, collective=40.0), "attach"),
         (lambda: Deadlines(respawn=2000.0), "respawn"),
+        (lambda: Deadlines(replace=2000.0), "replace"),
+        (lambda: Deadlines(restore=2000.0), "restore"),
         (lambda: Policy(classes={FailureClass.EXIT: (Action.FAIL,)}), "classes"),
         (lambda: Policy(classes={**Policy().classes, FailureClass.EXIT: (Action.PROMOTE,)}), "classes.exit"),
         (
