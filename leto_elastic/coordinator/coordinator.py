@@ -100,12 +100,12 @@ class Coordinator:
         """32 random bytes, the same for all agents of this run id, by which their keepers know each other."""
         timeout = self.policy.deadlines.etcd
         await self.client.txn(
-            [Missing(self.keys.secret)], [Put(self.keys.secret, secrets.token_bytes(32))], timeout=timeout
+            [Missing(self.keys.secret)], [Put(self.keys.secret, secrets.token_hex(32).encode())], timeout=timeout
         )
         entry = await self.client.get(self.keys.secret, timeout=timeout)
         if entry is None:
             raise ConfigError(f"etcd at {self.client.settings.where} does not keep {self.keys.secret}")
-        return entry.value
+        return bytes.fromhex(entry.value.decode())
 
     async def meet(self, make_store: MakeStore, *, least: int = 1, most: int = 1) -> PlanRecord:
         """Take part in the run, after `register`: as one of its members, or as a spare when it has enough of them.
@@ -232,10 +232,10 @@ class Coordinator:
                 if isinstance(view, Snapshot):
                     known = {entry.key for entry in view.entries}
                     yield Present(frozenset(keys.node_of(key) for key in known if key.startswith(keys.nodes)))
-                    changes = [(entry.key, entry.value) for entry in view.entries]
+                    changes: list[tuple[str, bytes | None]] = [(entry.key, entry.value) for entry in view.entries]
                     changes.sort(key=lambda change: not change[0].startswith(keys.plans))
                 else:
-                    changes = [(event.key, event.entry.value if event.entry else b"") for event in view.events]
+                    changes = [(event.key, event.entry.value if event.entry else None) for event in view.events]
                 for key, value in changes:
                     piece = _read(keys, key, value)
                     if isinstance(piece, PlanRecord):
@@ -318,11 +318,11 @@ class Coordinator:
             await self.client.txn([], puts, timeout=None)
 
 
-def _read(keys: Keys, key: str, value: bytes) -> News | None:
+def _read(keys: Keys, key: str, value: bytes | None) -> News | None:
     """A key as news, None for a key that is none; no value: it was deleted."""
     if key.startswith(keys.nodes):
-        return None if value else Gone(keys.node_of(key))
-    if not value:
+        return Gone(keys.node_of(key)) if value is None else None
+    if value is None:
         return None
     if key.startswith(keys.plans):
         return decode(key, value, PlanRecord)

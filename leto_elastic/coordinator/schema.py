@@ -2,7 +2,7 @@
 
     /leto/<run id>/run               RunRecord      which agent began the run, and how it ended
     /leto/<run id>/start             PlanRecord     epoch 0: who takes part
-    /leto/<run id>/secret            32 bytes       create-once: by which the job's keepers know each other
+    /leto/<run id>/secret            32 bytes, hex  create-once: by which the job's keepers know each other
     /leto/<run id>/epoch             a number       the current epoch
     /leto/<run id>/leader            a node id      bound to the leader's lease
     /leto/<run id>/budget            BudgetRecord   recoveries and restarts used; only ever grows

@@ -340,6 +340,9 @@ class Job:
             return [*actions, *uncovered]
         for death in plan.deaths:
             self._mourned(death, now, now)
+        if self._stall is not None:
+            for rank in set(plan.repairs) - set(self.world.own):
+                self._stall.actions[rank] = plan.repairs[rank]
         return [*actions, *self._launch(now)]
 
     def _enter(self, plan: PlanView) -> None:

@@ -43,8 +43,8 @@ from leto_elastic.state.header import NO_TAG, Phase, tag_of, version_of
 
 T = TypeVar("T")
 
-_encode = msgspec.msgpack.Encoder().encode
-_decode = msgspec.msgpack.Decoder(NodeStanding).decode
+_encode = msgspec.json.Encoder().encode
+_decode = msgspec.json.Decoder(NodeStanding).decode
 
 _STANDS = (Phase.SECTION, Phase.COMPUTE, Phase.VOTE, Phase.DONE)
 

@@ -549,6 +549,8 @@ class Supervisor:
 
     def _publish(self, index: int) -> None:
         slot = self._job.slots[index]
+        if self._job.spare:
+            return
         pid = slot.trainer.pid if slot.trainer is not None else 0
         state = SlotState(index, slot.rank, pid, self._job.leto, slot.protected, slot.shadow, slot.finished)
         self._decider.publish(state)

@@ -114,8 +114,9 @@ class Keeper:
         self._say_bye(peers)
         for peer in peers:
             peer.hang_up()
-        if self._server is not None:
-            self._server.close(_JOIN)
+        server, self._server = self._server, None
+        if server is not None:
+            server.close(_JOIN)
         for peer in peers:
             peer.join(_JOIN)
         for protector in protectors:

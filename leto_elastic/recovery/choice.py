@@ -12,18 +12,20 @@ given again. What it guarantees, given that the claims are true:
 * With at most m nodes lost since the last protected version, that version is chosen or a newer one.
 
 A rank whose memory lives but has no common version with the others (it was itself rebuilt not long ago) is rebuilt like
-a lost one, only if nothing else is left. Parity of one version may come from several generations: the state of a
-version is the same bits whenever it is reached.
+a lost one, only if nothing else is left. What is decoded comes from one tag, of which the sums must be there too, to
+verify it. Whatever the tag, the state of a version is the same bits whenever it is reached.
 
-Nothing is lost, and the positions are such as a failure of processes leaves behind: there is nothing to choose. They may
-also be what an interrupted recovery left, some ranks back at an early version and some not yet; then a version is
+A version can be decoded for the lost ranks, and yet not for the next one to be lost: an attempt that had not come to
+its end. Only `Choice.tag` may therefore take the place of what ranks keep as protected.
+
+Nothing is lost, and the positions are such as a failure of processes leaves behind: there is nothing to choose. They
+may also be what an interrupted recovery left, some ranks back at an early version and some not yet; then a version is
 chosen as if something were lost.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -67,6 +69,8 @@ class NodeStanding(msgspec.Struct, frozen=True):
         pieces: whole parity pieces of stripes over nodes, (tag, stripe index, parity index).
         extras: (rank, version) for each X that its agent keeps, of ranks here or elsewhere.
         local: tags of the whole parities of the local tier.
+        sums: (rank, tag) for each set of sums that its agent keeps, of ranks here or elsewhere; a rank's are sent when
+            all else of that tag is whole at its keepers. None: not told, and taken to be there.
     """
 
     position: int
@@ -74,14 +78,14 @@ class NodeStanding(msgspec.Struct, frozen=True):
     pieces: list[tuple[int, int, int]] = []
     extras: list[tuple[int, int]] = []
     local: list[int] = []
+    sums: list[tuple[int, int]] | None = None
 
 
 class Piece(msgspec.Struct, frozen=True):
-    """Parity piece `index` of a stripe, as kept at `position` under `tag`."""
+    """Parity piece `index` of a stripe, as kept at `position`."""
 
     index: int
     position: int
-    tag: int
 
 
 class Part(msgspec.Struct, frozen=True):
@@ -106,11 +110,13 @@ class Rebuild(msgspec.Struct, frozen=True):
     Args:
         extras: position of the node to take X from.
         replica: the rank to copy W from; -1: it is decoded.
+        tag: what it is decoded from, and verified by.
         parts: how, when it is decoded: one part per data unit of the code, or the whole as one with the local tier.
     """
 
     extras: int
     replica: int = -1
+    tag: int = NO_TAG
     parts: list[Part] = []
 
 
@@ -122,12 +128,15 @@ class Choice(msgspec.Struct, frozen=True):
         put_back: the surviving ranks whose W must be changed, and where its bytes are.
         rebuild: ranks whose state comes from others: all lost ones, and any that lives without the version.
         reason: for a human.
+        tag: the newest tag under which every rank's version is whole at its keepers, but for what is lost: it is as
+            good as agreed. -1: none is known to be; then what ranks keep of older versions must be left alone.
     """
 
     version: int | None
     put_back: Mapping[int, PutBack]
     rebuild: Mapping[int, Rebuild]
     reason: str
+    tag: int = NO_TAG
 
 
 def available(position: Position, buffers: Iterable[int], target: int, passed: bool) -> frozenset[int]:
@@ -159,10 +168,9 @@ def choose(
     positions = {rank: Position.unpack(slot.word) for rank, slot in view.slots.items() if not slot.lost}
     if len(positions) == len(view.slots) and _is_resolvable(positions):
         return Choice(None, {}, {}, "no memory is lost")
-    readable = {
-        rank: _readable(at, view.slots[rank].buffers, view.slots[rank].target) for rank, at in positions.items()
-    }
-    reachable = {rank: readable[rank] | _ahead(at, _passed(at, positions)) for rank, at in positions.items()}
+    readable = {r: _readable(at, view.slots[r].buffers, view.slots[r].target) for r, at in positions.items()}
+    ahead = {rank: _ahead(at, _passed(at, positions)) for rank, at in positions.items()}
+    reachable = {rank: readable[rank] | ahead[rank] for rank in positions}
     versions = sorted(set().union(*reachable.values()), reverse=True)
     lost = [rank for rank in sorted(view.slots) if rank not in positions]
     failed: list[tuple[int, int, list[str]]] = []
@@ -178,9 +186,13 @@ def choose(
                 failed.append((len(missing), -version, missing))
                 continue
             found = {rank: source for rank, source in tried.items() if isinstance(source, Rebuild)}
-            stay = {rank: _put_back(positions[rank], view.slots[rank], version) for rank in positions.keys() - found}
-            put_back = {rank: source for rank, source in sorted(stay.items()) if source is not None}
-            return Choice(version, put_back, found, _told(version, positions, put_back, found))
+            put_back = {
+                rank: _source(at, view.slots[rank], version)
+                for rank, at in sorted(positions.items())
+                if rank not in found and version not in ahead[rank] and not _stands(at, version)
+            }
+            told = _told(version, positions, put_back, found)
+            return Choice(version, put_back, found, told, view.sent_by_all(version))
     if not failed:
         raise StateError("no rank has any version of its state left; restart from a checkpoint")
     _, version, missing = min(failed)
@@ -190,66 +202,75 @@ def choose(
     )
 
 
-@dataclass(slots=True)
 class _View:
     """The standings, as looked up."""
-
-    slots: dict[int, SlotStanding]
-    placement: Placement | None
-    local: Mapping[int, Stripe]
-    _at: dict[int, int]  # rank -> position
-    _pieces: dict[tuple[int, int, int], Piece]  # version, stripe, index
-    _local: dict[tuple[int, int], Piece]  # version, position
-    _extras: dict[tuple[int, int], int]  # rank, version -> position
 
     def __init__(
         self, standings: Iterable[NodeStanding], placement: Placement | None, local: Mapping[int, Stripe]
     ) -> None:
-        self.placement, self.local = placement, local
-        self.slots, self._at, self._pieces, self._local, self._extras = {}, {}, {}, {}, {}
-        for node in sorted(standings, key=lambda node: node.position):
-            self.slots.update({slot.rank: slot for slot in node.slots})
-            self._at.update({slot.rank: node.position for slot in node.slots})
-            for tag, stripe, index in sorted(node.pieces):
-                self._pieces[version_of(tag), stripe, index] = Piece(index, node.position, tag)
-            for tag in sorted(node.local):
-                self._local[version_of(tag), node.position] = Piece(0, node.position, tag)
-            for rank, version in node.extras:
-                self._extras.setdefault((rank, version), node.position)
+        nodes = sorted(standings, key=lambda node: node.position)
+        self.slots = {slot.rank: slot for node in nodes for slot in node.slots}
+        self._placement, self._local = placement, local
+        self._at = {slot.rank: node.position for node in nodes for slot in node.slots}
+        self._pieces = {(tag, stripe, i): Piece(i, n.position) for n in nodes for tag, stripe, i in n.pieces}
+        self._locals = {(tag, node.position) for node in nodes for tag in node.local}
+        self._extras = {known: node.position for node in reversed(nodes) for known in node.extras}
+        told = [node.sums for node in nodes if node.sums is not None]
+        self._sums = {known for sums in told for known in sums} if told else None
+        tags = [tag for tag, _, _ in self._pieces] + [tag for tag, _ in self._locals]
+        self._tags = sorted({*tags, *(tag for _, tag in self._sums or ())}, reverse=True)
+
+    def sent_by_all(self, version: int) -> int:
+        """The newest tag of the version that every rank had sent; -1 for none."""
+        tags = (tag for tag in self._tags if version_of(tag) == version)
+        return next((t for t in tags if self._sums and all((rank, t) in self._sums for rank in self.slots)), NO_TAG)
 
     def rebuild(self, rank: int, version: int, sources: set[int]) -> Rebuild | str:
         """How the rank comes to the version by help of ranks that have it; or what is missing."""
         keeper = self._extras.get((rank, version))
         if keeper is None:
             return "no node keeps its extras"
-        replicas = [r for r in sorted(sources) if rank in self.slots[r].replicas and r != rank]
-        if replicas:
-            return Rebuild(keeper, replicas[0])
-        local = self._decode_locally(rank, version, sources)
+        replica = min((r for r in sources if rank in self.slots[r].replicas and r != rank), default=-1)
+        if replica >= 0:
+            return Rebuild(keeper, replica)
+        missing = "no other rank has its state, and no parity of it is whole"
+        for tag in self._tags:
+            if version_of(tag) == version:
+                parts = self._decode(rank, tag, sources)
+                if not isinstance(parts, str):
+                    return Rebuild(keeper, tag=tag, parts=parts)
+                missing = parts
+        return missing
+
+    def _decode(self, rank: int, tag: int, sources: set[int]) -> list[Part] | str:
+        if self._sums is not None and (rank, tag) not in self._sums:
+            return "no node keeps its sums"
+        local = self._decode_locally(rank, tag, sources)
         if local is not None:
-            return Rebuild(keeper, parts=[local])
-        if self.placement is None:
-            return "no other rank has its state"
+            return [local]
+        if self._placement is None:
+            return "its node's parity or another rank of its node is missing"
         parts: list[Part] = []
-        for part in range(self.placement.data):
-            stripe = self.placement.stripe_of(rank, part)
+        need = self._placement.data
+        for part in range(need):
+            stripe = self._placement.stripe_of(rank, part)
             units = [i for i, unit in enumerate(stripe.units) if unit is not None and unit.rank in sources]
             zeros = stripe.units.count(None)
-            keys = ((version, stripe.index, index) for index in range(len(stripe.holders)))
+            keys = ((tag, stripe.index, index) for index in range(len(stripe.holders)))
             pieces = [self._pieces[key] for key in keys if key in self._pieces]
-            have, need = zeros + len(units) + len(pieces), self.placement.data
+            have = zeros + len(units) + len(pieces)
             if have < need:
                 return f"part {part} has {have} of the {need} pieces it needs (of {need + len(stripe.holders)})"
             parts.append(Part(part, stripe.index, units, pieces[: need - zeros - len(units)]))
-        return Rebuild(keeper, parts=parts)
+        return parts
 
-    def _decode_locally(self, rank: int, version: int, sources: set[int]) -> Part | None:
+    def _decode_locally(self, rank: int, tag: int, sources: set[int]) -> Part | None:
         position = self._at[rank]
-        stripe, piece = self.local.get(position), self._local.get((version, position))
-        if stripe is None or piece is None:
+        stripe = self._local.get(position)
+        if stripe is None or (tag, position) not in self._locals:
             return None
         units = [i for i, unit in enumerate(stripe.units) if unit is not None and unit.rank in sources]
-        return Part(0, -1, units, [piece]) if len(units) == len(stripe.units) - 1 else None
+        return Part(0, -1, units, [Piece(0, position)]) if len(units) == len(stripe.units) - 1 else None
 
 
 def _readable(position: Position, buffers: Iterable[int], target: int) -> frozenset[int]:
@@ -283,14 +304,17 @@ def _is_resolvable(positions: Mapping[int, Position]) -> bool:
     return True
 
 
-def _put_back(at: Position, slot: SlotStanding, version: int) -> PutBack | None:
-    """Where a slot that has the version finds it; None when it stands there or rolls forward to it."""
-    stands = at.step == version and at.phase not in (Phase.UPDATE, Phase.SETUP)
-    if stands or (at.step == version - 1 and at.phase in (Phase.VOTE, Phase.UPDATE)):
-        return None
-    tags = [version_of(tag) if tag != NO_TAG else None for tag in slot.buffers]
-    if version in tags:
-        return "buffer 0" if tags[0] == version else "buffer 1"
+def _stands(at: Position, version: int) -> bool:
+    """Whether W is that version."""
+    return at.step == version and at.phase not in (Phase.SETUP, Phase.UPDATE)
+
+
+def _source(at: Position, slot: SlotStanding, version: int) -> PutBack:
+    """Where a slot that has the version finds it, and is not there by itself."""
+    kept = [tag != NO_TAG and version_of(tag) == version for tag in slot.buffers]
+    if any(kept):
+        return "buffer 0" if kept[0] else "buffer 1"
+    assert at.phase is Phase.UPDATE, "else the version is not there"
     return "undo"
 
 

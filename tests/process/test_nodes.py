@@ -121,6 +121,7 @@ def scene(
             endpoint=etcd.endpoints,
             nodes=nodes,
             nproc=PER_NODE,
+            nnodes=f"{nodes}:{nodes + 2}",
             network=network,
             faults=faults,
             conf={"config": str(tmp_path / "policy.yaml")},

@@ -126,7 +126,7 @@ def test_torchruns_options_win_over_the_file(policy_file: Path) -> None:
         (
             "classes:\n  exit: [retry, fail]\n",
             2,
-            ["classes.exit is ['retry', 'fail']", "promote, respawn, replace and fail"],
+            ["classes.exit is ['retry', 'fail']", "replace and fail"],
         ),
         ("classes:\n  exit: []\n", 2, ["classes.exit is []"]),
         ("classes:\n  exit: fail\n", 2, ["classes.exit is 'fail'", "a list"]),

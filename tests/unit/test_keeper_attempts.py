@@ -6,11 +6,18 @@ import logging
 import os
 import threading
 
+import numpy as np
 import pytest
 
-from leto_elastic.protect.world import CannotRebuild
+from leto_elastic.protect.budget import Budget
+from leto_elastic.protect.buffers import Bytes
+from leto_elastic.protect.mapped import Stream
+from leto_elastic.protect.matrix import Code
+from leto_elastic.protect.messages import ReadUnit
+from leto_elastic.protect.store import Pieces
+from leto_elastic.protect.world import CannotRebuild, PieceKey, Refusal
 from leto_elastic.state.header import NO_TAG, Phase, tag_of
-from tests.unit.keeper_rig import DEADLINE, Job, Proxy, bury, copies, job, until
+from tests.unit.keeper_rig import DEADLINE, ENGINE, Job, Proxy, bury, copies, job, until
 from tests.unit.test_keeper_rebuild import lose_and_rebuild, protect, wait_for_extras
 
 MIB = 1 << 20
@@ -200,3 +207,50 @@ def test_a_rank_that_never_stands_still() -> None:
         tag = protect(made, 5)
         with pytest.raises(CannotRebuild, match="rank 1 does not stand at version 5"):
             made.nodes[0].keeper.rebuild(0, 5, tag=tag, lost=[0], sources=[1, 2])
+
+
+def test_a_chunk_that_changed_while_it_was_copied_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The header is asked after the copy: what it then says holds for every byte that goes out."""
+    with job([1, 1], (1, 1), sizes=[3 * MIB]) as made:
+        segments = made.of(0)
+        read = Stream.read
+
+        def torn(stream: Stream, start: int, into: Bytes) -> None:
+            if start == MIB:  # the trainer goes on in the middle of the second chunk
+                segments.at(5, Phase.UPDATE)
+                segments.flip(MIB + 7)
+            read(stream, start, into)
+
+        monkeypatch.setattr(Stream, "read", torn)
+        start(made, 0)
+        assert made.nodes[0].mail.outcome()[0][0] == "given_up"
+        keeper = made.nodes[1].keeper
+        (shelf,) = keeper._pieces._shelves.values()
+        until(lambda: shelf.pieces[TAG].units[0].applied == MIB)
+        made.nodes[0].keeper.close()  # whatever was on its way has come
+        assert shelf.pieces[TAG].units[0].applied == MIB
+
+
+def test_a_plan_ends_the_standing_still() -> None:
+    with job([1, 1], (1, 1), deadline=0.2) as made:
+        copies(made)
+        tag = protect(made, 5)
+        made.nodes[1].keeper.serve(1, 5)
+        made.epoch += 1
+        made.configure()
+        request = ReadUnit(made.epoch, 1, 5, tag, 0, 1, 10)
+        with pytest.raises(Refusal, match="does not stand at version 5"):
+            made.nodes[1].keeper._desk.unit(request)
+
+
+def test_a_unit_that_is_not_what_its_sender_says() -> None:
+    damaged: list[object] = []
+    pieces = Pieces(ENGINE, budget := Budget(1 << 20), lambda key, tag: damaged.append((key, tag)))
+    key = PieceKey(0, 0)
+    data = np.arange(100, dtype=np.uint8)
+    assert pieces.begin(key, TAG, NO_TAG, 0, 100) == 0
+    pieces.add(key, TAG, 0, 0, data, Code(2, 1))
+    with pytest.raises(Refusal, match="its sender says 00000001"):
+        pieces.finish(key, TAG, 0, 1, [0, 1])
+    assert (pieces.complete(), budget.held) == ([], 0)
+    assert pieces.begin(key, TAG, NO_TAG, 0, 100) == 0  # from the start
