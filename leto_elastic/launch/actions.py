@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Literal
 
 from leto_elastic import wire
@@ -70,6 +70,20 @@ class Death:
     step: int
     phase: str
     chunk: int
+
+    @property
+    def told(self) -> str:
+        """For a human."""
+        return f"rank {self.rank} ended ({how(self.code)})"
+
+    def fields(self) -> dict[str, object]:
+        """For the event."""
+        return {**asdict(self), "cause": str(self.cause)}
+
+
+def how(code: int) -> str:
+    """An exit code, or minus a signal's number, for a human."""
+    return f"signal {-code}" if code < 0 else f"exit code {code}"
 
 
 @dataclass(frozen=True, slots=True)

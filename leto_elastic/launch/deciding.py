@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from leto_elastic.launch.actions import Death
-from leto_elastic.launch.job import PlanView
-from leto_elastic.launch.world import World
+from leto_elastic.launch.world import PlanView, World
 from leto_elastic.recovery.policy import Failure, JobView, PastRecovery, Policy, ShadowState, decide
 from leto_elastic.wire import StoreAddress
 

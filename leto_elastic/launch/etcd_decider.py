@@ -22,8 +22,7 @@ from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import LetoError
 from leto_elastic.launch.actions import Death
 from leto_elastic.launch.deciding import Ears, MakeStore, SlotState
-from leto_elastic.launch.job import PlanView
-from leto_elastic.launch.world import World, code_of, position_among
+from leto_elastic.launch.world import PlanView, World, code_of, position_among
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
 

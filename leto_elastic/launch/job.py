@@ -11,7 +11,7 @@ Guarantees, whatever the order of events:
   not executed: the remaining deaths are reported again, in its epoch, and the next plan covers them all.
 * In a job of several nodes the way into an epoch has stages, at which all nodes meet: *standing* (no trainer moves any
   more, so where each stands is final), then each node brings the state of its slots to the version that follows from
-  that, then *ready*. A failure anywhere ends the way; the next plan begins it again, and nothing done so far is in vain.
+  that, then *ready*. A failure anywhere ends the way; the next plan begins it again, nothing so far is in vain.
 * A process that waits to be promoted and dies is a failure of its rank; any other standby is just started again.
 * Once a rank has left the loop, all have committed the last step. No epoch is built any more: whoever still waits in
   the loop is released, and a rank that is killed then is replaced once, alone, to do what follows the loop.
@@ -20,10 +20,9 @@ Guarantees, whatever the order of events:
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Literal
 
 from leto_elastic import wire
+from leto_elastic.launch import standbys
 from leto_elastic.launch.actions import (
     Action,
     Death,
@@ -47,27 +46,11 @@ from leto_elastic.launch.actions import (
 )
 from leto_elastic.launch.slots import Blob, Held, Member, Slot
 from leto_elastic.launch.stall import Stall
-from leto_elastic.launch.world import World
+from leto_elastic.launch.world import PlanView, World
 from leto_elastic.recovery.policy import FailureClass
 
 SPARE = -1
 """Rank of the slots of a node that has no place in the job."""
-
-QUICK_DEATHS = 3
-"""So many shadows of a slot in a row that die before they are ready, and no further one is started."""
-
-
-@dataclass(frozen=True, slots=True)
-class PlanView:
-    """Of a plan, what an agent needs. `repairs`: action by rank; `deaths`: what it covers."""
-
-    epoch: int
-    action: Literal["start", "repair", "restart", "finish", "fail"]
-    repairs: Mapping[int, str]
-    store: wire.StoreAddress
-    reason: str
-    world: World = field(default_factory=lambda: World.alone(0))
-    deaths: tuple[Death, ...] = ()
 
 
 class Job:
@@ -166,19 +149,19 @@ class Job:
         return self._trainer_gone(slot, slot.mourn(member, code), slot.died(noticed), noticed)
 
     def _trainer_gone(self, slot: Slot, death: Death, died: float, noticed: float) -> list[Action]:
-        event = Emit("failure", _fields(death))
+        event = Emit("failure", death.fields())
         if not self.leto:
             if self.several:
                 return [event, Report(self.epoch, death)]
             if self._restarts_left > 0:
                 self._restarts_left -= 1
                 self.over = True
-                return [event, Restart(f"{_told(death)}, {self._restarts_left} restarts left")]
-            return [event, *self._end(_told(death))]
+                return [event, Restart(f"{death.told}, {self._restarts_left} restarts left")]
+            return [event, *self._end(death.told)]
         if self.finished:
             return [event, *self._replace_alone(slot, death)]
         if not self.protected:
-            return [event, *self._end(f"{_told(death)} before every rank had committed its first step")]
+            return [event, *self._end(f"{death.told} before every rank had committed its first step")]
         return [*self._abort(), *self._failed(slot, death, died, noticed), event]
 
     def _failed(self, slot: Slot, death: Death, died: float, noticed: float) -> list[Action]:
@@ -236,7 +219,7 @@ class Job:
 
     def _replace_alone(self, slot: Slot, death: Death) -> list[Action]:
         if death.cause is not FailureClass.SIGNAL or slot.alone:
-            return self._end(f"{_told(death)} after the training was over")
+            return self._end(f"{death.told} after the training was over")
         slot.death, slot.alone, slot.awaiting = None, True, True
         return [*self._release(), *self._stand_in(slot), *self._launch_alone()]
 
@@ -263,52 +246,22 @@ class Job:
     def _standby_gone(self, slot: Slot, member: Member, code: int, noticed: float) -> list[Action]:
         if slot.awaiting:
             return self._trainer_gone(slot, slot.mourn(member, code), noticed, noticed)
-        actions: list[Action] = [Publish(slot.index)]
-        if not (member.ready or member.dismissed or slot.unfit):
-            slot.quick_deaths += 1
-            if slot.quick_deaths == QUICK_DEATHS:
-                reason = f"it died {QUICK_DEATHS} times in a row before it was ready, see its log; last: {_how(code)}"
-                actions.append(Emit("shadow_given_up", {"slot": slot.index, "reason": reason}))
-        return [*actions, *self.shadows_wanted()]
+        return [Publish(slot.index), *standbys.died(slot, member, code), *self.shadows_wanted()]
 
     def shadows_wanted(self) -> list[Action]:
         """Start the shadows that are missing and may run."""
         if not self._shadows or self.over or self.finished or self.short is not None:
             return []
         if self.spare:
-            return self._spares_wanted()
+            return standbys.for_spare(self.slots)
         if not self.protected or self._stall is not None:
             return []
-        actions: list[Action] = []
-        for slot in self.slots:
-            missing = slot.standby is None and not slot.spawning and slot.trainer is not None
-            if missing and slot.record is not None and not slot.unfit and slot.quick_deaths < QUICK_DEATHS:
-                slot.spawning = True
-                actions.append(Spawn(slot.index, "shadow"))
-        return actions
-
-    def _spares_wanted(self) -> list[Action]:
-        """Processes that have run the script up to `leto.init()`, and there wait for a rank."""
-        actions: list[Action] = []
-        for slot in self.slots:
-            if slot.standby is None and not slot.spawning and slot.quick_deaths < QUICK_DEATHS:
-                slot.spawning = True
-                actions.append(Spawn(slot.index, "shadow"))
-        return actions
+        return standbys.for_trainers(self.slots)
 
     def memory(self, short: str | None) -> list[Action]:
         """Memory is too short for shadows, and why; or it is not."""
         before, self.short = self.short, short
-        if short is None:
-            return self.shadows_wanted()
-        actions: list[Action] = []
-        for slot in self.slots:
-            if slot.standby is not None and not slot.awaiting:
-                if before is None:
-                    actions.append(Emit("shadow_given_up", {"slot": slot.index, "reason": short}))
-                slot.standby.dismissed = True
-                actions.append(Kill(slot.standby.key))
-        return actions
+        return self.shadows_wanted() if short is None else standbys.give_up(self.slots, short, first=before is None)
 
     # ---- plans
 
@@ -373,7 +326,8 @@ class Job:
         slot.record = record
         if slot.standby is not None:
             slot.standby.kind = "respawn"
-            return [Hurry(slot.standby.key), *([Welcome(slot.standby.key)] if slot.standby.greeted else [])]
+            welcome = [Welcome(slot.standby.key)] if slot.standby.greeted else []
+            return [Hurry(slot.standby.key), *welcome]
         return self._stand_in(slot)
 
     def _object(self, epoch: int) -> list[Action]:
@@ -405,6 +359,8 @@ class Job:
                 return []
             standby.kind = "respawn"
             return [Hurry(standby.key)]
+        if slot.record is None and slot.lost:
+            return [Recall(slot.index)]
         if slot.spawning:
             return []
         slot.spawning = True
@@ -599,24 +555,3 @@ class Job:
     def _end(self, reason: str | None) -> list[Action]:
         self.over = True
         return [End(reason)]
-
-
-def _fields(death: Death) -> dict[str, object]:
-    return {
-        "rank": death.rank,
-        "slot": death.slot,
-        "pid": death.pid,
-        "cause": str(death.cause),
-        "code": death.code,
-        "step": death.step,
-        "phase": death.phase,
-        "chunk": death.chunk,
-    }
-
-
-def _how(code: int) -> str:
-    return f"signal {-code}" if code < 0 else f"exit code {code}"
-
-
-def _told(death: Death) -> str:
-    return f"rank {death.rank} ended ({_how(death.code)})"

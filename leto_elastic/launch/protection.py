@@ -22,12 +22,11 @@ from leto_elastic.coordinator.schema import ShardRecord
 from leto_elastic.errors import LetoError, StateError
 from leto_elastic.launch.deciding import Ears
 from leto_elastic.launch.etcd_decider import EtcdDecider
-from leto_elastic.launch.job import PlanView
 from leto_elastic.launch.segments import Memory, Segments
 from leto_elastic.launch.slots import Blob
 from leto_elastic.launch.slots import Slot as Place
 from leto_elastic.launch.terms import Settings
-from leto_elastic.launch.world import World, code_of
+from leto_elastic.launch.world import PlanView, World, code_of
 from leto_elastic.observe import report
 from leto_elastic.observe.events import EventLog
 from leto_elastic.protect import placement as placing
@@ -45,6 +44,8 @@ T = TypeVar("T")
 
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(NodeStanding).decode
+
+_MOMENT = 0.5  # seconds for a node to show that it is there
 
 _STANDS = (Phase.SECTION, Phase.COMPUTE, Phase.VOTE, Phase.DONE)
 
@@ -158,6 +159,11 @@ class Protection:
         )
         for rank, shard in self._shards.items() if again else ():
             self._shard(rank, msgspec.structs.replace(shard, state="repairing", holders=self._holders(rank)))
+
+    async def answers(self, position: int) -> bool:
+        """Whether the keeper at a position does, within a moment."""
+        keeper = self._keeper
+        return keeper is not None and await asyncio.to_thread(keeper.answers, position, _MOMENT)
 
     # ---- what processes say
 

@@ -80,7 +80,8 @@ class Slot:
 
     @property
     def protected(self) -> bool:
-        return self.manifest is not None
+        """Its state outlives its trainer, here or on other nodes."""
+        return self.manifest is not None or self.lost
 
     @property
     def shadow(self) -> ShadowState:

@@ -23,7 +23,7 @@ from leto_elastic.launch.crew import Crew
 from leto_elastic.launch.crew import Job as Order
 from leto_elastic.launch.deciding import Decider, SlotState
 from leto_elastic.launch.forker import Forker
-from leto_elastic.launch.job import Job, PlanView
+from leto_elastic.launch.job import Job
 from leto_elastic.launch.logs import Logs, open_shadow_log
 from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
@@ -32,7 +32,7 @@ from leto_elastic.launch.segments import Memory, MemoryGauge, Segments
 from leto_elastic.launch.slots import Blob, Member
 from leto_elastic.launch.stores import Stores
 from leto_elastic.launch.terms import Host, Interrupted, Outcome, Settings
-from leto_elastic.launch.world import World
+from leto_elastic.launch.world import PlanView, World
 from leto_elastic.observe import report
 from leto_elastic.observe.events import EventLog
 
@@ -302,7 +302,7 @@ class Supervisor:
         member = self._job.members.get(key)
         if member is not None:
             self._job.greeted(key)
-            if not self._job.spare:
+            if member.kind == "trainer" or self._job.slots[member.slot].record is not None:
                 self._greet(member)
 
     def _greet(self, member: Member) -> None:
@@ -409,10 +409,15 @@ class Supervisor:
         self._do(self._job.failed_elsewhere(epoch, death, time.monotonic()))
 
     def node_gone(self, position: int) -> None:
-        job = self._job
-        if job.spare and not job.over:
-            return  # the members deal with it, and they end the run when nobody is left
-        self._do(job.node_gone(position, time.monotonic()))
+        if not (self._job.spare or self._job.over):
+            self._background(self._doubt(position))
+
+    async def _doubt(self, position: int) -> None:
+        """A lease also ends when etcd was away for long; a node whose keeper answers is there, and comes back."""
+        job, seats = self._job, self._job.world.seats
+        alive = self._protection is not None and await self._protection.answers(position)
+        if not alive and job is self._job and seats[position] == job.world.seats[position]:
+            self._do(job.node_gone(position, time.monotonic()))
 
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
         if epoch != self._job.epoch or self._job.over or self._job.spare:

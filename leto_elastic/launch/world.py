@@ -1,12 +1,15 @@
-"""Who takes part in an epoch, and where: the nodes by position, and the ranks on each."""
+"""Who takes part in an epoch, and where: the nodes by position, the ranks on each, and the plan that says so."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal
 
+from leto_elastic import wire
 from leto_elastic.coordinator.schema import Seat
 from leto_elastic.errors import ConfigError
+from leto_elastic.launch.actions import Death
 from leto_elastic.protect.placement import choose_code
 from leto_elastic.recovery.policy import Policy
 
@@ -51,6 +54,19 @@ class World:
     def position_of(self, rank: int) -> int:
         """The position of the node of a rank. Raises IndexError for a rank that does not exist."""
         return next(p for p in range(len(self.seats)) if rank in self.ranks(p)) if rank < self.size else _no(rank)
+
+
+@dataclass(frozen=True, slots=True)
+class PlanView:
+    """Of a plan, what an agent needs. `repairs`: action by rank; `deaths`: what it covers."""
+
+    epoch: int
+    action: Literal["start", "repair", "restart", "finish", "fail"]
+    repairs: Mapping[int, str]
+    store: wire.StoreAddress
+    reason: str
+    world: World = field(default_factory=lambda: World.alone(0))
+    deaths: tuple[Death, ...] = ()
 
 
 def code_of(policy: Policy, seats: Sequence[Seat]) -> tuple[int, int] | None:

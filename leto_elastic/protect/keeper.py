@@ -267,6 +267,20 @@ class Keeper:
         what = f"the {kind} of rank {rank}" + (f" at version {version}" if kind == "extras" else "")
         raise CannotRebuild(f"{what} cannot be had: {'; '.join(reasons) or 'nobody to ask is left'}")
 
+    def answers(self, position: int, seconds: float) -> bool:
+        """Whether the keeper at a position can be reached and answers anything within so long. *Blocking*."""
+        world = self._world()
+        address = world.peers.get(position)
+        if address is None:
+            return False
+        try:
+            fetch(address, self._me, Fetch(world.epoch, 0, "sums", 0, 0), seconds)
+        except Refusal:
+            pass
+        except Disconnected:
+            return False
+        return True
+
     def rebuild(self, rank: int, version: int, *, tag: int, lost: Collection[int], sources: Collection[int]) -> None:
         """Fill the stream of an attached local rank whose memory was lost. *Blocking*; several at once are fine.
 

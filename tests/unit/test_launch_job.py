@@ -23,8 +23,9 @@ from leto_elastic.launch.actions import (
     Spawn,
     Warn,
 )
-from leto_elastic.launch.job import Job, PlanView
+from leto_elastic.launch.job import Job
 from leto_elastic.launch.slots import Blob
+from leto_elastic.launch.world import PlanView
 from leto_elastic.state.header import Phase, Position
 
 STORE = wire.StoreAddress("127.0.0.1", 1)

@@ -1,0 +1,104 @@
+"""Lost memory: whatever is lost at whatever instant, everyone goes on from one whole version, and not from far back."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
+
+from leto_elastic.state.header import generation_of
+from tests.scenarios.memory import Cluster, Over, Setting
+
+SETTINGS = [
+    Setting(4, 3, 1),
+    Setting(4, 3, 1, buffers=2, every=1),
+    Setting(4, 2, 2),
+    Setting(4, 2, 2, buffers=2),
+    Setting(2, 1, 1),
+    Setting(2, 1, 1, buffers=2, every=3),
+    Setting(3, 1, 1, replicas=True),
+    Setting(3, 1, 2, every=1),
+]
+
+RANK, TIMES = st.integers(0, 3), st.integers(1, 12)
+
+
+class Machine(RuleBasedStateMachine):
+    """Everything that may happen to a `Cluster`."""
+
+    setting = Setting()
+    cluster: Cluster
+
+    @initialize(warm=st.integers(0, 3))
+    def start(self, warm: int) -> None:
+        self.cluster = Cluster(self.setting)
+        self.cluster.go_on(warm)
+
+    def recovering(self) -> bool:
+        return self.cluster.broken
+
+    @rule(rank=RANK, times=TIMES)
+    def move(self, rank: int, times: int) -> None:
+        for _ in range(times):
+            if not self.cluster.move(rank % self.setting.nodes):
+                break
+
+    @rule(times=TIMES)
+    def move_all(self, times: int) -> None:
+        for _ in range(times):
+            for rank in self.cluster.ranks:
+                self.cluster.move(rank)
+
+    @rule(rank=RANK, times=st.integers(1, 20))
+    def work(self, rank: int, times: int) -> None:
+        for _ in range(times):
+            if not self.cluster.work(rank % self.setting.nodes):
+                break
+
+    @rule()
+    def work_all(self) -> None:
+        for rank in self.cluster.ranks:
+            while self.cluster.work(rank):
+                pass
+
+    @rule(rank=RANK)
+    def kill(self, rank: int) -> None:
+        self.cluster.kill(rank % self.setting.nodes)
+
+    @rule(position=RANK)
+    def lose(self, position: int) -> None:
+        self.cluster.lose(position % self.setting.nodes)
+
+    @precondition(recovering)
+    @rule(times=TIMES)
+    def recover(self, times: int) -> None:
+        try:
+            for _ in range(times):
+                if not self.cluster.recover():
+                    break
+        except Over:
+            self.cluster = Cluster(self.setting)  # another job
+
+    def teardown(self) -> None:
+        if hasattr(self, "cluster"):
+            try:
+                self.cluster.go_on(2 * self.setting.every + 3)
+            except Over:
+                return
+            tags = [memory.header.agreed for memory in self.cluster.memory.values()]
+            assert {generation_of(tag) for tag in tags} == {self.cluster.generation}, "not protected again"
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_whatever_is_lost_everyone_goes_on_from_one_whole_version(setting: Setting) -> None:
+    class Here(Machine):
+        pass
+
+    Here.setting = setting
+    run_state_machine_as_test(
+        Here,
+        settings=settings(
+            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+        ),
+    )
