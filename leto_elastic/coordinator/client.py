@@ -14,6 +14,7 @@ content of a key whether a failed comparison is due to themselves.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -144,12 +145,13 @@ Operation = Put | Delete | DeletePrefix
 
 
 class Lease:
-    """A lease that is being renewed. `lost` is set when etcd says that it has ended."""
+    """A lease that is being renewed. `lost` is set when etcd says that it has ended; `renewed`: monotonic seconds."""
 
     def __init__(self, lease_id: int, ttl: int) -> None:
         self.id = lease_id
         self.ttl = ttl
         self.lost = asyncio.Event()
+        self.renewed = time.monotonic()
 
 
 class EtcdClient:
@@ -329,6 +331,7 @@ class EtcdClient:
                 lease.lost.set()
                 self._renewals.pop(lease.id, None)
                 return
+            lease.renewed = time.monotonic()
             wait = lease.ttl / 3
 
     async def _stop_renewal(self, lease: Lease) -> None:

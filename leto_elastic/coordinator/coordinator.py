@@ -275,6 +275,11 @@ class Coordinator:
             await self._leased.wait()
         return self._lease
 
+    @property
+    def silence(self) -> float:
+        """Seconds since etcd has last answered to this node's lease."""
+        return 0.0 if self._lease is None else time.monotonic() - self._lease.renewed
+
     async def close(self, *, timeout: float = 1.0) -> None:
         """Leave: end the lease (if etcd answers within `timeout` s) and the connection, and every task."""
         tasks = [task for task in (self._member, self._writer) if task is not None]

@@ -80,6 +80,11 @@ class Decider(Protocol):
         """This node has come to a stage on the way into an epoch."""
         ...
 
+    @property
+    def silence(self) -> float:
+        """Seconds since whoever decides was last heard."""
+        ...
+
     async def close(self, succeeded: bool | None, reason: str = "") -> None:
         """Stop, also after `open` failed half-way. `succeeded` None: this node leaves, the job may go on without it."""
         ...
@@ -148,6 +153,8 @@ class Alone:
 
     def say(self, epoch: int, stage: str, payload: bytes) -> None:
         asyncio.get_running_loop().call_soon(self._ears.met, epoch, stage, {0: payload})
+
+    silence = 0.0
 
     async def close(self, succeeded: bool | None, reason: str = "") -> None:  # noqa: ARG002  (nobody to tell)
         if self._timer is not None:

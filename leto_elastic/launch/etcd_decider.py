@@ -161,6 +161,10 @@ class EtcdDecider:
             print(f"leto: the end of the run is not recorded in etcd: {error}", file=sys.stderr)
         await coordinator.close(timeout=_FAREWELL)
 
+    @property
+    def silence(self) -> float:
+        return 0.0 if self._coordinator is None else self._coordinator.silence
+
     # ---- what is heard
 
     async def _follow(self, coordinator: Coordinator, epoch: int) -> None:

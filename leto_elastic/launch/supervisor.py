@@ -412,6 +412,15 @@ class Supervisor:
         if not (self._job.spare or self._job.over):
             self._background(self._doubt(position))
 
+    async def _look_around(self) -> None:
+        """Etcd has been away for so long that this node's place is taken by now, unless it is away for all."""
+        job, protection = self._job, self._protection
+        assert protection is not None
+        others = [position for position in range(len(job.world.seats)) if position != job.world.position]
+        answers = await asyncio.gather(*(protection.answers(position) for position in others))
+        if not any(answers) and job is self._job and not job.over:
+            self.broken(_Fenced("neither etcd nor any other node answers"))
+
     async def _doubt(self, position: int) -> None:
         """A lease also ends when etcd was away for long; a node whose keeper answers is there, and comes back."""
         job, seats = self._job, self._job.world.seats
@@ -483,6 +492,8 @@ class Supervisor:
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(_GAUGE_SECONDS, self._tick)
+        if self._job.several and not self._job.spare and self._decider.silence > self._policy.deadlines.replace:
+            self._background(self._look_around())
         if self._job.protected and not self._job.over:
             self._do(self._job.memory(self._gauge.short(time.monotonic())))
 

@@ -113,7 +113,7 @@ class Watched(ABC):
         for event in self.events():
             if event["event"] == "recovery" and rank in _as_list(event.get("ranks", [event.get("rank")])):
                 pids = event.get("pids")
-                pid = pids.get(str(rank)) if isinstance(pids, dict) else shadow
+                pid = pids.get(str(rank), pid) if isinstance(pids, dict) else shadow
             elif event.get("rank") != rank:
                 continue
             elif event["event"] == "worker_started" and event.get("role") == "trainer":
