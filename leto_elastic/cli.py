@@ -46,5 +46,32 @@ def run(arguments: tuple[str, ...]) -> Callable[[], None]:
     return job
 
 
+@commands.command()
+@click.option("--rdzv-endpoint", default="", metavar="HOST:PORT", help="etcd of the job, as for torchrun.")
+@click.option("--rdzv-id", required=True, help="Run id of the job.")
+@click.option("--rdzv-conf", default="", metavar="K=V,...", help="How to be let in to etcd, as for torchrun.")
+@click.option("--json", "json", is_flag=True, help="As JSON instead of a table.")
+def shards(rdzv_endpoint: str, rdzv_id: str, rdzv_conf: str, json: bool) -> None:
+    """Show the protected state of a job: version, state and holders of each rank's pieces."""
+    import asyncio
+
+    from torch.distributed.elastic.rendezvous.utils import _parse_rendezvous_config
+
+    from leto_elastic.coordinator.settings import EtcdSettings
+    from leto_elastic.errors import LetoError
+    from leto_elastic.observe import shards as shard_map
+
+    try:
+        settings = EtcdSettings.parse(rdzv_endpoint, _parse_rendezvous_config(rdzv_conf))
+        if settings is None:
+            raise click.UsageError("give the etcd of the job: --rdzv-endpoint=HOST:PORT")
+        records = asyncio.run(shard_map.read(settings, rdzv_id))
+    except (LetoError, ValueError) as error:
+        raise click.ClickException(str(error)) from error
+    if not records:
+        raise click.ClickException(f"run {rdzv_id!r} on etcd at {settings.where} has no protected state")
+    click.echo(shard_map.as_json(records) if json else shard_map.table(records))
+
+
 if __name__ == "__main__":
     main()

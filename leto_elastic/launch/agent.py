@@ -19,7 +19,7 @@ from torch.distributed.elastic.agent.server.api import RunResult, Worker, Worker
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing.api import LogsSpecs, SignalException
 
-from leto_elastic.coordinator.schema import NodeRecord
+from leto_elastic.coordinator.schema import NodeRecord, Seat
 from leto_elastic.errors import ConfigError, LetoError
 from leto_elastic.launch.etcd_decider import EtcdDecider
 from leto_elastic.launch.logs import Logs
@@ -30,7 +30,7 @@ from leto_elastic.launch.setup import RunDirectory, entry_of
 from leto_elastic.launch.signals import handled
 from leto_elastic.launch.supervisor import Supervisor
 from leto_elastic.launch.terms import Interrupted, Outcome, Settings
-from leto_elastic.launch.world import World
+from leto_elastic.launch.world import World, code_of
 from leto_elastic.observe.events import EventLog
 from leto_elastic.recovery.config import load_policy
 from leto_elastic.recovery.policy import Policy
@@ -84,6 +84,8 @@ class LetoElasticAgent(LocalElasticAgent):
             max_restarts=spec.max_restarts,
             shutdown_timeout=shutdown if shutdown > 0 else None,
         )
+        least = self._parameters.nodes[0]
+        code_of(self._policy, [Seat(node=str(n), slots=1, place=str(n)) for n in range(least)])  # refused here, if at all
         self._shutdown_seconds = self._policy.deadlines.shutdown if shutdown > 0 else 0.0
 
     def _invoke_run(self, role: str = "default") -> RunResult:  # noqa: ARG002  (torch's signature)

@@ -69,7 +69,7 @@ class Rig:
 
     # ---- Host
 
-    def worker_env(self, local_rank: int, attempt: int, store: StoreAddress, world: World) -> dict[str, str]:  # noqa: ARG002
+    def worker_env(self, local_rank: int, attempt: int, store: StoreAddress, world: World) -> dict[str, str]:
         return {
             "RANK": str(local_rank),
             "TORCHELASTIC_RUN_ID": "rig",
@@ -82,7 +82,7 @@ class Rig:
         self.logs = Logs(self.specs, "rig", envs, None, (None, None))
         return self.logs
 
-    def group_starting(self, attempt: int, world: World) -> None:  # noqa: ARG002
+    def group_starting(self, attempt: int, world: World) -> None:
         assert attempt == len(self.attempts)
         self.attempts.append({})
 

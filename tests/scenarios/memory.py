@@ -153,9 +153,7 @@ class Cluster:
     def __init__(self, setting: Setting) -> None:
         self.setting = setting
         self.ranks = range(setting.nodes)
-        self.placement: Placement = place(
-            [Seat(p, str(p), (p,)) for p in self.ranks], setting.data, setting.parity
-        )
+        self.placement: Placement = place([Seat(p, str(p), (p,)) for p in self.ranks], setting.data, setting.parity)
         self.nodes = [Node() for _ in self.ranks]
         self.memory: dict[int, Memory] = {rank: Memory(setting.buffers) for rank in self.ranks}
         self.lost: set[int] = set()  # ranks whose memory is gone
@@ -208,7 +206,7 @@ class Cluster:
             yield "at rest"
             header.position = header.position._replace(phase=Phase.VOTE, torn=False, chunk=0)
             ballots = self._ballots.setdefault(step, {})
-            ballots[rank] = protection.ballot(lambda: [])
+            ballots[rank] = protection.ballot(list)
             yield "at rest"
             while len(ballots) < len(self.ranks):
                 yield "blocked"

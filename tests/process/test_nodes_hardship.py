@@ -1,0 +1,90 @@
+"""Jobs of several nodes when something else goes wrong too: etcd, memory that changed, comings at awkward moments."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.process.runs import Reference
+from tests.process.scene import ARGS, Scene, check, scene, stop
+
+pytestmark = [pytest.mark.process, pytest.mark.nodes, pytest.mark.slow]
+
+
+def flip(job: Scene, rank: int, segment: str) -> None:
+    """Change one byte in the middle of a segment of a rank."""
+    index = job.cluster.node_of(rank)
+    local = job.ranks_of(index).index(rank)
+    agent = job.cluster.nodes[index].pid
+    for entry in Path(f"/proc/{agent}/fd").iterdir():
+        if re.fullmatch(rf"/memfd:leto-{local}-{re.escape(segment)} \\(deleted\\)", os.readlink(entry)):
+            with entry.open("r+b") as file:
+                middle = os.fstat(file.fileno()).st_size // 4
+                old = os.pread(file.fileno(), 1, middle)
+                os.pwrite(file.fileno(), bytes([old[0] ^ 1]), middle)
+            return
+    raise AssertionError(f"rank {rank} has no segment {segment}")
+
+
+def test_a_snapshot_that_was_damaged_is_rebuilt_and_not_used(tmp_path: Path, reference: Reference) -> None:
+    """A survivor would go back to it: another of its bits is wrong than any program would write."""
+    expected = reference(*ARGS, nproc=8, deadline=240)
+    with scene(tmp_path, spares=1, code=(2, 2), faults=stop(range(8), 8, "update")) as job:
+        stopped = job.frozen(8)
+        victim = job.follower()
+        hurt = job.ranks_of(job.follower(victim))[0]
+        flip(job, hurt, "snapshot.0")
+        job.cluster.nodes[victim].kill_all()
+        job.thaw(stopped, [victim])
+        check(job, expected, lost=[victim], moved=[*job.ranks_of(victim), hurt])
+        assert any(f"[{hurt}]" in str(event["what"]) for event in job.cluster.events() if event["event"] == "damaged")
+
+
+def test_training_does_not_notice_that_etcd_is_away(tmp_path: Path, reference: Reference) -> None:
+    """For several leases, so that all of them have ended when it is back: nobody is taken for dead."""
+    expected = reference(*ARGS, nproc=4, deadline=240)
+    with scene(tmp_path, "--pace", "0.5", nodes=2) as job:
+        job.cluster.wait_event("shadow_ready", count=4)
+        job.etcd.pause()
+        deadline = time.monotonic() + 6.0
+        job.cluster.wait_for(lambda: True if time.monotonic() > deadline else None, lambda: "6 seconds", every=0.2)
+        job.etcd.resume()
+        check(job, expected)
+
+
+def test_a_node_is_lost_while_etcd_is_away(tmp_path: Path, reference: Reference) -> None:
+    expected = reference(*ARGS, nproc=8, deadline=240)
+    with scene(tmp_path, spares=1, faults=stop(range(8), 8, "compute")) as job:
+        stopped = job.frozen(8)
+        victim = job.follower()
+        job.etcd.pause()
+        job.cluster.nodes[victim].kill_all()
+        job.thaw(stopped, [victim])
+        deadline = time.monotonic() + 4.0
+        job.cluster.wait_for(lambda: True if time.monotonic() > deadline else None, lambda: "4 seconds", every=0.2)
+        job.etcd.resume()
+        check(job, expected, lost=[victim], moved=job.ranks_of(victim))
+
+
+def test_a_member_of_etcd_dies_with_a_node(tmp_path: Path, reference: Reference) -> None:
+    expected = reference(*ARGS, nproc=8, deadline=240)
+    with scene(tmp_path, spares=1, members=3, faults=stop(range(8), 8, "update")) as job:
+        stopped = job.frozen(8)
+        victim = job.leader()
+        job.etcd.kill(0)
+        job.cluster.nodes[victim].kill_all()
+        job.thaw(stopped, [victim])
+        check(job, expected, lost=[victim], moved=job.ranks_of(victim))
+
+
+def test_a_spare_that_comes_and_goes_disturbs_nobody(tmp_path: Path, reference: Reference) -> None:
+    expected = reference(*ARGS, nproc=4, deadline=240)
+    with scene(tmp_path, "--pace", "0.3", nodes=2, spares=1) as job:
+        job.cluster.nodes[2].kill_all()
+        job.cluster.start_node(job.cluster.nodes[2].number)
+        job.cluster.wait_event("spare", count=2)
+        check(job, expected, lost=[2])
