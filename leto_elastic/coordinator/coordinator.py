@@ -19,9 +19,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable
 from contextlib import aclosing
-from typing import Literal
+from typing import Literal, Protocol
 
 import msgspec
 
@@ -56,8 +56,14 @@ from leto_elastic.coordinator.settings import EtcdSettings, check_run_id
 from leto_elastic.errors import ConfigError, LetoError
 from leto_elastic.recovery.policy import Policy
 
-MakeStore = Callable[[int], Awaitable[tuple[str, int]]]
-"""Makes the c10d store of an epoch; its host and port. May be called again for an epoch, and in vain."""
+
+class MakeStore(Protocol):
+    """Makes the c10d store of an epoch; its host and port. May be called again for an epoch, and in vain.
+
+    `fresh`: nothing may be left in it from earlier epochs.
+    """
+
+    def __call__(self, epoch: int, fresh: bool = False, /) -> Awaitable[tuple[str, int]]: ...
 
 
 class Coordinator:

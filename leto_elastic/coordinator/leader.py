@@ -171,7 +171,7 @@ class Leader:
             await _either(mirror.changed, follower, max(0.0, left) + _LATER)
             return
         if decision.action == "restart":  # scripts of their own use keys without a prefix: nothing may be left
-            store = await self._make_store(epoch + 1)
+            store = await self._make_store(epoch + 1, True)
         plan, conditions = mirror.planned_by(decision, view, store, now)
         budget = mirror.budget_after(decision)
         operations: list[Operation] = [

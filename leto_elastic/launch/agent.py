@@ -85,7 +85,9 @@ class LetoElasticAgent(LocalElasticAgent):
             shutdown_timeout=shutdown if shutdown > 0 else None,
         )
         least = self._parameters.nodes[0]
-        code_of(self._policy, [Seat(node=str(n), slots=1, place=str(n)) for n in range(least)])  # refused here, if at all
+        code_of(
+            self._policy, [Seat(node=str(n), slots=1, place=str(n)) for n in range(least)]
+        )  # refused here, if at all
         self._shutdown_seconds = self._policy.deadlines.shutdown if shutdown > 0 else 0.0
 
     def _invoke_run(self, role: str = "default") -> RunResult:  # noqa: ARG002  (torch's signature)

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from leto_elastic.coordinator.coordinator import MakeStore
 from leto_elastic.launch.actions import Death
 from leto_elastic.launch.world import PlanView, World
 from leto_elastic.recovery.policy import Failure, JobView, PastRecovery, Policy, ShadowState, decide
 from leto_elastic.wire import StoreAddress
-
-MakeStore = Callable[[int], Awaitable[tuple[str, int]]]
 
 
 class Ears(Protocol):

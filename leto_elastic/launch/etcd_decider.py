@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from leto_elastic.coordinator.coordinator import Coordinator
+from leto_elastic.coordinator.coordinator import Coordinator, MakeStore
 from leto_elastic.coordinator.embedded import EmbeddedEtcd
 from leto_elastic.coordinator.leader import Leader
 from leto_elastic.coordinator.roster import Ended, Failed, Gone, News, Present, Said
@@ -21,7 +21,7 @@ from leto_elastic.coordinator.schema import FailureRecord, NodeRecord, PlanRecor
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import LetoError
 from leto_elastic.launch.actions import Death
-from leto_elastic.launch.deciding import Ears, MakeStore, SlotState
+from leto_elastic.launch.deciding import Ears, SlotState
 from leto_elastic.launch.world import PlanView, World, code_of, position_among
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress

@@ -378,6 +378,11 @@ class Protection:
         keeper.publish(rank, "extras", version, extras)
         return data
 
+    def resume(self) -> None:
+        """Training goes on: nobody may read this node's state as that of a version any more."""
+        for rank in self._slots:
+            self._keeper_now().serve(rank, None)
+
     async def recall(self, rank: int) -> Blob:
         """The set-up record of a rank whose node is lost. Raises CannotRebuild when nobody has it."""
         others = [p for p in range(len(self._world.seats)) if p != self._world.position]

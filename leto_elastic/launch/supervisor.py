@@ -11,13 +11,13 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from leto_elastic import wire
-from leto_elastic.errors import LetoError, NotEnoughMemory, StateError
+from leto_elastic.errors import LetoError, NotEnoughMemory
 from leto_elastic.launch import actions as act
 from leto_elastic.launch.crew import Crew
 from leto_elastic.launch.crew import Job as Order
@@ -27,11 +27,12 @@ from leto_elastic.launch.job import Job
 from leto_elastic.launch.logs import Logs, open_shadow_log
 from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
-from leto_elastic.launch.protection import Damaged, Protection
+from leto_elastic.launch.protection import Protection
 from leto_elastic.launch.segments import Memory, MemoryGauge, Segments
 from leto_elastic.launch.slots import Blob, Member
 from leto_elastic.launch.stores import Stores
 from leto_elastic.launch.terms import Host, Interrupted, Outcome, Settings
+from leto_elastic.launch.together import Fenced, Together
 from leto_elastic.launch.world import PlanView, World
 from leto_elastic.observe import report
 from leto_elastic.observe.events import EventLog
@@ -43,10 +44,6 @@ T = TypeVar("T")
 
 class _Restarting(Exception):
     """The group is to be started again; the message says why."""
-
-
-class _Fenced(Exception):
-    """The job has gone on without this node; nothing of what runs here is of use any more."""
 
 
 class Supervisor:
@@ -88,7 +85,7 @@ class Supervisor:
         self._spawning: dict[int, tuple[int, act.Kind]] = {}
         self._logs: Logs | None = None
         self._ticking: asyncio.TimerHandle | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._together = Together(self, decider, protection, self._held)
         self._plan = PlanView(0, "start", {}, wire.StoreAddress("", 0), "", World.alone(settings.slots))
         self._attempt = 0
         self._job = self._new_job()
@@ -123,10 +120,10 @@ class Supervisor:
             self._plan = await self._unless_over(self._open())
             try:
                 return await self._attempts()
-            except _Fenced as why:
+            except Fenced as why:
                 await self._stop(signal.SIGKILL)
                 self._end_attempt()
-                self._emit("fenced", {"reason": str(why)})
+                self.emit("fenced", {"reason": str(why)})
                 if self._protection is not None:
                     self._protection.forget()
                 await self._decider.close(None)
@@ -154,7 +151,7 @@ class Supervisor:
                 await self._stop(signal.SIGTERM)
                 self._end_attempt()
                 self._attempt += 1
-                self._emit("restart", {"reason": str(why), "attempt": self._attempt})
+                self.emit("restart", {"reason": str(why), "attempt": self._attempt})
                 self._over = self._loop.create_future()
             except Interrupted as signalled:
                 await self._stop(signalled.number)
@@ -179,12 +176,15 @@ class Supervisor:
         if self._protection is not None:
             self._protection.configure(self._plan)
         if job.spare:
-            self._emit("spare", {"slots": len(job.slots)})
-            self._do(job.shadows_wanted())
+            self.emit("spare", {"slots": len(job.slots)})
+            self.do(job.shadows_wanted())
         else:
-            self._do([act.Spawn(slot.index, "trainer") for slot in job.slots])
+            self.do([act.Spawn(slot.index, "trainer") for slot in job.slots])
         self._logs.start()
         self._ticking = self._loop.call_later(_GAUGE_SECONDS, self._tick)
+
+    def placed(self) -> None:
+        self._envs = {index: {**os.environ, **env} for index, env in self._environments().items()}
 
     def _environments(self) -> dict[int, dict[str, str]]:
         world = self._job.world
@@ -210,8 +210,7 @@ class Supervisor:
             await self._stop(signal.SIGKILL)
         finally:
             self._loop.set_exception_handler(None)
-            for task in list(self._tasks):
-                task.cancel()
+            self._together.close()
             self._end_attempt()
             self._crew.close()
             self._stores.close()
@@ -231,6 +230,11 @@ class Supervisor:
             await asyncio.gather(task, return_exceptions=True)
             self._over.result()
         return task.result()
+
+    @property
+    def job(self) -> Job:
+        """The present start of the group."""
+        return self._job
 
     # ---- the end of things
 
@@ -279,10 +283,15 @@ class Supervisor:
             return
         deadlines = self._policy.deadlines
         if kind != "trainer" and not job.spare:
-            self._crew.deadline(key, deadlines.respawn if kind == "respawn" else deadlines.start + deadlines.rehearse)
-        self._do(job.started(key, slot, kind, pid))
+            respawn = self._respawn_deadline(job.slots[slot].lost)
+            self._crew.deadline(key, respawn if kind == "respawn" else deadlines.start + deadlines.rehearse)
+        self.do(job.started(key, slot, kind, pid))
         if kind == "trainer":
             self._host.trainer_started(slot, pid)
+
+    def _respawn_deadline(self, lost: bool) -> float:
+        deadlines = self._policy.deadlines
+        return deadlines.respawn + (deadlines.restore if lost else 0.0)
 
     def process_exited(self, key: int, pid: int, end: Exit) -> None:
         member = self._job.members.get(key)
@@ -290,7 +299,7 @@ class Supervisor:
             return
         slot = self._job.slots[member.slot]
         trainer = member.kind == "trainer"
-        self._do(self._job.exited(key, end.code, end.noticed))
+        self.do(self._job.exited(key, end.code, end.noticed))
         assert self._logs is not None
         if trainer and not slot.done:
             self._failures.pop(slot.rank, None)
@@ -345,29 +354,29 @@ class Supervisor:
                 record = Blob(fds.pop(), message.size)
                 if self._protection is not None:
                     self._protection.recorded(job.slots[member.slot].rank, record)
-                self._do(job.recorded(key, record))
+                self.do(job.recorded(key, record))
             case wire.Manifest():
                 self._keep(job.slots[member.slot].manifest, fds)
                 manifest = Blob(fds.pop(), message.size, message.version)
                 if self._protection is not None:
                     self._protection.laid_out(job.slots[member.slot].rank, manifest, self._held[member.slot])
-                self._do(job.laid_out(key, manifest))
+                self.do(job.laid_out(key, manifest))
             case wire.Stepped() | wire.Due():
                 if self._protection is not None:
                     self._protection.advanced(job.slots[member.slot].rank, message)
             case wire.Parked():
-                self._do(job.parked(key, now))
+                self.do(job.parked(key, now))
             case wire.Committed():
-                self._do(job.committed(key, message, now))
+                self.do(job.committed(key, message, now))
             case wire.Rehearsed():
-                self._do(job.rehearsed(key))
+                self.do(job.rehearsed(key))
             case wire.Ready():
                 self._crew.deadline(key, None)
-                self._do(job.ready(key, now))
+                self.do(job.ready(key, now))
             case wire.Unfit():
-                self._do(job.unfit(key, message.reason))
+                self.do(job.unfit(key, message.reason))
             case wire.Finished():
-                self._do(job.finish(key))
+                self.do(job.finish(key))
             case wire.Failing():
                 job.failing(key, message.reason)
             case wire.Suspect():
@@ -399,107 +408,37 @@ class Supervisor:
             return
         self._plan, self._store = plan, plan.store
         if not placed and not job.spare:
-            self.broken(_Fenced(f"epoch {plan.epoch} was made without this node ({plan.reason})"))
+            self.broken(Fenced(f"epoch {plan.epoch} was made without this node ({plan.reason})"))
             return
         if placed and self._protection is not None and plan.action == "repair":
             self._protection.configure(plan)
-        self._do(job.plan(plan, time.monotonic()))
+        self.do(job.plan(plan, time.monotonic()))
 
     def rank_failed(self, epoch: int, death: act.Death) -> None:
-        self._do(self._job.failed_elsewhere(epoch, death, time.monotonic()))
+        self.do(self._job.failed_elsewhere(epoch, death, time.monotonic()))
 
     def node_gone(self, position: int) -> None:
-        if not (self._job.spare or self._job.over):
-            self._background(self._doubt(position))
-
-    async def _look_around(self) -> None:
-        """Etcd has been away for so long that this node's place is taken by now, unless it is away for all."""
-        job, protection = self._job, self._protection
-        assert protection is not None
-        others = [position for position in range(len(job.world.seats)) if position != job.world.position]
-        answers = await asyncio.gather(*(protection.answers(position) for position in others))
-        if not any(answers) and job is self._job and not job.over:
-            self.broken(_Fenced("neither etcd nor any other node answers"))
-
-    async def _doubt(self, position: int) -> None:
-        """A lease also ends when etcd was away for long; a node whose keeper answers is there, and comes back."""
-        job, seats = self._job, self._job.world.seats
-        alive = self._protection is not None and await self._protection.answers(position)
-        if not alive and job is self._job and seats[position] == job.world.seats[position]:
-            self._do(job.node_gone(position, time.monotonic()))
+        self._together.doubt(position)
 
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
-        if epoch != self._job.epoch or self._job.over or self._job.spare:
-            return
-        if stage == "ready":
-            self._do(self._job.all_ready(epoch, time.monotonic()))
-        else:
-            self._background(self._restore(epoch, said))
+        self._together.met(epoch, stage, said)
 
     def ended(self, reason: str) -> None:
-        self._do([act.End(f"another node ended the job: {reason}")] if not self._job.over else [])
+        self.do([act.End(f"another node ended the job: {reason}")] if not self._job.over else [])
 
-    async def _make_store(self, _epoch: int) -> tuple[str, int]:
-        address = self._stores.make()
+    async def _make_store(self, _epoch: int, fresh: bool = False) -> tuple[str, int]:
+        address = self._stores.fresh() if fresh else self._stores.make()
         return address.host, address.port
-
-    # ---- lost memory
-
-    async def _stand(self, epoch: int) -> None:
-        job = self._job
-        payload = b"" if self._protection is None else await self._protection.standing(job.slots)
-        if epoch == job.epoch and not job.over:
-            self._decider.say(epoch, "standing", payload)
-
-    async def _restore(self, epoch: int, said: Mapping[int, bytes]) -> None:
-        job = self._job
-        assert self._protection is not None
-        try:
-            version, manifests = await self._protection.restore(job.slots, dict(enumerate(self._held)), said)
-        except Damaged as error:
-            if epoch == job.epoch and not job.over:
-                self._emit("damaged", {"what": f"memory of ranks {list(error.ranks)}", "reason": str(error)})
-                self._do(job.damaged(error.ranks))
-        except StateError:
-            if epoch == job.epoch:
-                raise
-        else:
-            if not job.over:
-                self._do(job.restored(epoch, version, manifests, time.monotonic()))
-
-    async def _recall(self, slot: int) -> None:
-        assert self._protection is not None
-        job, rank = self._job, self._job.slots[slot].rank
-        try:
-            record = await self._protection.recall(rank)
-        except LetoError as error:
-            raise LetoError(f"rank {rank} cannot be replaced: {error}") from error
-        if not job.over:
-            self._envs = {index: {**os.environ, **env} for index, env in self._environments().items()}
-            self._do(job.recalled(slot, record))
-
-    def _background(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = self._loop.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._done)
-
-    def _done(self, task: asyncio.Task[None]) -> None:
-        self._tasks.discard(task)
-        if not task.cancelled():
-            error = task.exception()
-            if error is not None:
-                self.broken(error)
 
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(_GAUGE_SECONDS, self._tick)
-        if self._job.several and not self._job.spare and self._decider.silence > self._policy.deadlines.replace:
-            self._background(self._look_around())
+        self._together.look_around(self._policy.deadlines.replace)
         if self._job.protected and not self._job.over:
-            self._do(self._job.memory(self._gauge.short(time.monotonic())))
+            self.do(self._job.memory(self._gauge.short(time.monotonic())))
 
     # ---- actions
 
-    def _do(self, actions: list[act.Action]) -> None:
+    def do(self, actions: Sequence[act.Action]) -> None:
         for action in actions:
             self._one(action)
 
@@ -522,21 +461,22 @@ class Supervisor:
                 self._crew.send(action.key, wire.Prepare())
             case act.Hurry():
                 self._crew.renice(action.key, 0)
-                self._crew.deadline(action.key, self._policy.deadlines.respawn)
+                lost = self._job.slots[self._job.members[action.key].slot].lost
+                self._crew.deadline(action.key, self._respawn_deadline(lost))
             case act.Kill():
                 self._crew.signal(action.key, signal.SIGKILL)
             case act.Welcome():
                 self._greet(self._job.members[action.key])
             case act.Recall():
-                self._background(self._recall(action.slot))
+                self._together.recall(action.slot)
             case act.Stand():
-                self._background(self._stand(action.epoch))
+                self._together.stand(action.epoch)
             case act.Say():
                 self._decider.say(action.epoch, action.stage, b"")
             case act.Publish():
                 self._publish(action.slot)
             case act.Emit():
-                self._emit(action.event, action.fields)
+                self.emit(action.event, action.fields)
             case act.Settled():
                 self._failures.clear()
             case act.Restart():
@@ -571,7 +511,7 @@ class Supervisor:
         state = SlotState(index, slot.rank, pid, self._job.leto, slot.protected, slot.shadow, slot.finished)
         self._decider.publish(state)
 
-    def _emit(self, event: str, fields: dict[str, object]) -> None:
+    def emit(self, event: str, fields: dict[str, object]) -> None:
         self._events.write(event, **fields)
         line = report.line({"event": event, **fields})
         if line is not None:

@@ -92,6 +92,12 @@ class Deadlines(Section, frozen=True):
                 )
                 raise PolicyError(f"deadlines out of order: {values}: {why}", shorter, longer)
 
+    def until_plan(self, *, several: bool) -> float:
+        """The longest that a survivor may wait for a plan that it can join, in a job of several nodes or of one: a
+        process may have to be started, a spare to come and to be filled.
+        """
+        return self.plan + self.respawn + (self.replace + self.restore if several else 0.0)
+
 
 _ORDER = (
     ("abort", "plan", "a blocked rank wakes up before it waits for the plan"),

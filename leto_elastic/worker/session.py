@@ -133,7 +133,7 @@ class Session:
         while True:
             if plan is None or plan.epoch <= self.fabric.epoch:
                 self.link.send(wire.Parked(epoch=left))
-                patience = self.policy.deadlines.plan + self.policy.deadlines.respawn
+                patience = self.policy.deadlines.until_plan(several=bool(self.welcome.address))
                 why = f"a plan after a failure ({self.fabric.reason or 'this process was just promoted'})"
                 message = self.link.wait((wire.Plan, wire.Release), patience, why).message
                 if isinstance(message, wire.Release):

@@ -49,7 +49,7 @@ def failure(rank: int, step: int = 7) -> FailureRecord:
     return FailureRecord(rank=rank, slot=rank, pid=100 + rank, cause=FailureClass.SIGNAL, step=step, phase="update")
 
 
-async def no_store(_epoch: int) -> tuple[str, int]:
+async def no_store(_epoch: int, _fresh: bool = False) -> tuple[str, int]:
     return "127.0.0.1", 1
 
 
@@ -82,7 +82,7 @@ async def agent(
 
 @asynccontextmanager
 async def leader(coordinator: Coordinator, **arguments: Any) -> AsyncIterator[Leader]:
-    async def make_store(epoch: int) -> tuple[str, int]:
+    async def make_store(epoch: int, _fresh: bool = False) -> tuple[str, int]:
         return "127.0.0.1", 1000 + epoch
 
     made = Leader(coordinator, **{"make_store": make_store, **arguments})
@@ -120,7 +120,7 @@ def test_failures_that_come_together_make_one_plan() -> None:
     async def test() -> None:
         release = asyncio.Event()
 
-        async def make_store(epoch: int) -> tuple[str, int]:
+        async def make_store(epoch: int, _fresh: bool = False) -> tuple[str, int]:
             await release.wait()  # so that collecting lasts until all are reported, however slow the machine is
             return "127.0.0.1", 1
 

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from leto_elastic.testing.cluster import Cluster
 from leto_elastic.testing.network import Hosts, Loopback, why_no_hosts
+from tests.process.etcd_server import server
 from tests.process.runs import Reference
 from tests.process.scene import ARGS, check, scene, stop
 
@@ -39,6 +41,24 @@ def test_a_process_is_repaired_on_its_node(rank: int, where: str, tmp_path: Path
         recoveries = job.cluster.recoveries()
         assert len(recoveries) == 2, "each node tells its own"
         assert {(told["lost_steps"], told["action"]) for told in recoveries} == {(0, "promote")}
+
+
+def test_a_script_without_leto_is_started_again_on_all_nodes(tmp_path: Path) -> None:
+    script = Path(__file__).with_name("plain_ranks.py")
+    with (
+        server(tmp_path / "etcd") as etcd,
+        Cluster(
+            script,
+            run_dir=tmp_path / "run",
+            endpoint=etcd.endpoints,
+            nodes=2,
+            nproc=2,
+            options=["--max-restarts=1"],
+        ) as cluster,
+    ):
+        cluster.expect_success()
+        said = "".join(node.output() for node in cluster.nodes)
+        assert all(f"rank {rank} of 4 at attempt 1" in said for rank in range(4))
 
 
 # ---- a node lost
