@@ -8,10 +8,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,7 +35,62 @@ class StepRecord(NamedTuple):
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
 
 
-class Job:
+class Training(ABC):
+    """A job that writes the example's step files into `directory`, to be used as a context manager."""
+
+    def __init__(self, system: str, ranks: int, directory: Path) -> None:
+        self.system = system
+        self.ranks = ranks
+        self.directory = directory
+        directory.mkdir(parents=True)
+        self._steps: list[list[StepRecord]] = [[] for _ in range(ranks)]
+        self._read = [0] * ranks
+
+    @abstractmethod
+    def wait_for(self, what: str, ready: Callable[[], Any], seconds: float) -> Any:
+        """Poll `ready()` until it is truthy. Raises an error with the job's last lines when time is up."""
+
+    @abstractmethod
+    def events(self) -> list[dict[str, Any]]:
+        """leto's events so far; none for a plain job."""
+
+    @abstractmethod
+    def settle(self) -> None:
+        """Until a failure meets the job as it is in the long run: all that stands by for it is there."""
+
+    @abstractmethod
+    def strike(self, rng: random.Random) -> tuple[float, set[int]]:
+        """SIGKILL something at random: when that was (monotonic seconds), and which ranks were hit."""
+
+    def steps(self) -> list[list[StepRecord]]:
+        """All records so far, by rank, in the order written."""
+        for rank in range(self.ranks):
+            path = self.directory / f"steps.rank{rank}.txt"
+            if not path.exists():
+                continue
+            with path.open("rb") as file:
+                file.seek(self._read[rank])
+                data = file.read()
+            data = data[: data.rfind(b"\n") + 1]
+            self._read[rank] += len(data)
+            for line in data.decode().splitlines():
+                step, begin, end, pid = line.split()
+                self._steps[rank].append(StepRecord(int(step), float(begin), float(end), int(pid)))
+        return self._steps
+
+    def trainers(self) -> list[int]:
+        """Process ids by rank, of those that finished a step last."""
+        return [records[-1].pid for records in self.steps()]
+
+    def wait_for_steps(self, count: int, seconds: float = 180.0) -> None:
+        """Until every rank has finished `count` more steps than now."""
+        wanted = [len(records) + count for records in self.steps()]
+        self.wait_for(
+            f"{count} steps", lambda: all(len(r) >= n for r, n in zip(self.steps(), wanted, strict=True)), seconds
+        )
+
+
+class Job(Training):
     """One run of torchrun in `directory`; a context manager that leaves no process behind.
 
     Args:
@@ -42,10 +100,7 @@ class Job:
     """
 
     def __init__(self, system: str, script: str, options: list[str], ranks: int, directory: Path) -> None:
-        self.system = system
-        self.ranks = ranks
-        self.directory = directory
-        directory.mkdir(parents=True)
+        super().__init__(system, ranks, directory)
         launcher = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--max-restarts=1000"]
         if system == "leto":
             launcher += ["--rdzv-backend=leto", f"--rdzv-conf=run_dir={directory}"]
@@ -55,8 +110,6 @@ class Job:
         environment = dict(os.environ, **{MARK: str(directory)}, OMP_NUM_THREADS="1", PYTHONPATH=str(ROOT / "examples"))
         environment["TMPDIR"] = str(directory)
         environment["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # plain gloo restarts fail without it
-        self._steps: list[list[StepRecord]] = [[] for _ in range(ranks)]
-        self._read = [0] * ranks
         self._log = (directory / "output.txt").open("wb")
         self.process = subprocess.Popen(
             [*launcher, str(ROOT / script), *options],
@@ -82,22 +135,6 @@ class Job:
             print(f"warning: process {pid} outlived its {self.system} job; killed", file=sys.stderr)
             os.kill(pid, signal.SIGKILL)
 
-    def steps(self) -> list[list[StepRecord]]:
-        """All records so far, by rank, in the order written."""
-        for rank in range(self.ranks):
-            path = self.directory / f"steps.rank{rank}.txt"
-            if not path.exists():
-                continue
-            with path.open("rb") as file:
-                file.seek(self._read[rank])
-                data = file.read()
-            data = data[: data.rfind(b"\n") + 1]
-            self._read[rank] += len(data)
-            for line in data.decode().splitlines():
-                step, begin, end, pid = line.split()
-                self._steps[rank].append(StepRecord(int(step), float(begin), float(end), int(pid)))
-        return self._steps
-
     def events(self) -> list[dict[str, Any]]:
         """leto's events so far; none for a plain job."""
         path = self.directory / "events.jsonl"
@@ -116,7 +153,7 @@ class Job:
                 continue
         return found
 
-    def wait_for(self, what: str, ready: Any, seconds: float) -> Any:
+    def wait_for(self, what: str, ready: Callable[[], Any], seconds: float) -> Any:
         """Poll `ready()` until it is truthy. Raises RuntimeError with the job's last lines when time is up."""
         deadline = time.monotonic() + seconds
         while not (result := ready()):
@@ -125,13 +162,6 @@ class Job:
                 raise RuntimeError(f"{self.system} job: no {what} within {seconds:.0f} s\n{tail}")
             time.sleep(0.1)
         return result
-
-    def wait_for_steps(self, count: int, seconds: float = 180.0) -> None:
-        """Until every rank has finished `count` more steps than now."""
-        wanted = [len(records) + count for records in self.steps()]
-        self.wait_for(
-            f"{count} steps", lambda: all(len(r) >= n for r, n in zip(self.steps(), wanted, strict=True)), seconds
-        )
 
     def wait_for_shadows(self, seconds: float = 180.0) -> None:
         """Until every trainer of a leto job has a shadow that is ready."""
@@ -147,6 +177,18 @@ class Job:
 
         if self.system == "leto":
             self.wait_for("shadows", ready, seconds)
+
+    def settle(self) -> None:
+        """Until all shadows are ready."""
+        self.wait_for_shadows()
+
+    def strike(self, rng: random.Random) -> tuple[float, set[int]]:
+        """Kill one rank."""
+        victim = rng.randrange(self.ranks)
+        pid = self.trainers()[victim]
+        instant = time.monotonic()
+        os.kill(pid, signal.SIGKILL)
+        return instant, {victim}
 
 
 def first_step_after(steps: list[list[StepRecord]], instant: float) -> tuple[int, float] | None:

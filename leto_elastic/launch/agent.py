@@ -136,7 +136,8 @@ class LetoElasticAgent(LocalElasticAgent):
                     address=parameters.address,
                 )
                 decider = self._make_decider()
-                protection = Protection(settings, decider, events) if several else None
+                protects = several or self._policy.protect.local.parity > 0
+                protection = Protection(settings, decider, events) if protects else None
                 supervisor = Supervisor(settings, self, decider, events, protection=protection)
                 with handled(supervisor.interrupt, supervisor.forward):
                     return await supervisor.run()

@@ -62,6 +62,7 @@ class Job:
         restarts_left: whole-group restarts left for a script that never says Hello.
         epoch: at which it starts.
         world: who takes part; None for a job of this node alone.
+        staged: memory is protected, so the way into an epoch has its stages also on one node.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Job:
         restarts_left: int,
         epoch: int = 0,
         world: World | None = None,
+        staged: bool = False,
     ) -> None:
         self.world = world or World.alone(len(held))
         ranks = self.world.own or [SPARE] * len(held)
@@ -86,6 +88,7 @@ class Job:
         self.short: str | None = None  # why memory is too short for shadows
         self.commits: dict[int, wire.Committed] = {}
         self._shadows = shadows
+        self._staged = staged or len(self.world.seats) > 1
         self._restarts_left = restarts_left
         self._aborted = False  # this epoch
         self._launched = True  # the plan of this epoch is executed
@@ -370,11 +373,11 @@ class Job:
         """Execute the plan of this epoch, if everything is there."""
         if self._launched or self._aborted or self._stall is None:
             return []
-        if self.several and not self._restored:
+        if self._staged and not self._restored:
             return self._stand()
         if any(slot.awaiting and (slot.standby is None or not slot.standby.ready) for slot in self.slots):
             return []
-        if self.several:
+        if self._staged:
             first, self._readied = not self._readied, True
             return [Say(self.epoch, "ready")] if first else []
         return self._go(now)

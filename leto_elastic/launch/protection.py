@@ -265,7 +265,7 @@ class Protection:
         return _encode(
             NodeStanding(
                 self._world.position,
-                [self._stands(place) for place in places],
+                [await asyncio.to_thread(self._stands, place) for place in places],
                 [piece for piece in holdings.pieces if piece[1] != keepers.LOCAL],
                 holdings.extras,
                 [tag for tag, stripe, _ in holdings.pieces if stripe == keepers.LOCAL],
@@ -279,10 +279,28 @@ class Protection:
         if slot is None:
             return SlotStanding(place.rank, False, header.position.pack())
         words, manifest = slot.header, slot.manifest
+        if place.trainer is None and not self._is_sound(place.rank, slot):
+            place.lost = True
+            return SlotStanding(place.rank, True)
         word = words.position.pack()
         return SlotStanding(
             place.rank, False, word, words.buffers, words.target[0], manifest.replicas, slot.weights.size
         )
+
+    def _is_sound(self, rank: int, slot: Slot) -> bool:
+        """Whether what a dead trainer has left is what was protected, as far as that can be told."""
+        position, tag = slot.header.position, slot.header.sent
+        if position.step != version_of(tag) or position.phase not in _STANDS:
+            return True
+        try:
+            self._verify(rank, tag)
+        except Damaged as error:
+            self._tell(self._found, rank, str(error))
+            return False
+        return True
+
+    def _found(self, rank: int, reason: str) -> None:
+        self._emit("damaged", what=f"memory of ranks {[rank]}", reason=reason)
 
     async def restore(
         self, places: Sequence[Place], held: Mapping[int, Segments], said: Mapping[int, bytes]

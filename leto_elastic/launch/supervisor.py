@@ -164,6 +164,7 @@ class Supervisor:
             restarts_left=self._settings.max_restarts - self._attempt,
             epoch=self._plan.epoch,
             world=self._plan.world,
+            staged=self._protection is not None,
         )
 
     def _start_group(self) -> None:

@@ -6,6 +6,7 @@ them stand, strikes, and lets the others go on.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -100,13 +101,17 @@ def scene(
     network: Network | None = None,
     faults: str = "",
     members: int = 1,
+    protect: dict[str, Any] | None = None,
+    every: int = EVERY,
+    per_node: int = PER_NODE,
 ) -> Iterator[Scene]:
     """A job of several nodes that has begun; its step `PROTECTED` lasts until all shadows are ready."""
     policy: dict[str, Any] = yaml.safe_load(POLICY.read_text())
-    policy["protect"]["global"] |= {"data": code[0], "parity": code[1], "buffers": buffers}
+    policy["protect"]["global"] |= {"data": code[0], "parity": code[1], "buffers": buffers, "every": every}
+    policy["protect"] |= protect or {}
     policy["deadlines"] = deadlines or {}
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
-    ranks = nodes * PER_NODE
+    ranks = nodes * per_node
     place = network.switch if isinstance(network, Hosts) else None
     with (
         server(tmp_path / "etcd", place=place, members=members) as etcd,
@@ -116,7 +121,7 @@ def scene(
             run_dir=tmp_path / "run",
             endpoint=etcd.endpoints,
             nodes=nodes,
-            nproc=PER_NODE,
+            nproc=per_node,
             nnodes=f"{nodes}:{nodes + 2}",
             network=network,
             faults=faults,
@@ -131,6 +136,18 @@ def stop(ranks: Sequence[int], step: int, phase: str) -> str:
     """A plan by which these ranks stop there."""
     where = f"step={step} phase={phase}{' chunk=mid' if phase == 'update' else ''}"
     return "; ".join(f"stop rank={rank} {where}" for rank in ranks)
+
+
+def flip(job: Scene, rank: int, segment: str) -> None:
+    """Change one bit in a segment of a rank."""
+    index = job.cluster.node_of(rank)
+    local = job.ranks_of(index).index(rank)
+    name = f"/memfd:leto-{local}-{segment} (deleted)"
+    entries = Path(f"/proc/{job.cluster.nodes[index].pid}/fd").iterdir()
+    (entry, *_) = [entry for entry in entries if str(entry.readlink()) == name]
+    with entry.open("r+b") as file:
+        where = os.fstat(file.fileno()).st_size // 4
+        os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, where)[0] ^ 1]), where)
 
 
 def check(job: Scene, expected: Outcome, lost: Sequence[int] = (), moved: Sequence[int] = ()) -> None:

@@ -2,32 +2,15 @@
 
 from __future__ import annotations
 
-import os
-import re
 import time
 from pathlib import Path
 
 import pytest
 
 from tests.process.runs import Reference
-from tests.process.scene import ARGS, Scene, check, scene, stop
+from tests.process.scene import ARGS, check, flip, scene, stop
 
 pytestmark = [pytest.mark.process, pytest.mark.nodes, pytest.mark.slow]
-
-
-def flip(job: Scene, rank: int, segment: str) -> None:
-    """Change one byte in the middle of a segment of a rank."""
-    index = job.cluster.node_of(rank)
-    local = job.ranks_of(index).index(rank)
-    agent = job.cluster.nodes[index].pid
-    for entry in Path(f"/proc/{agent}/fd").iterdir():
-        if re.fullmatch(rf"/memfd:leto-{local}-{re.escape(segment)} \\(deleted\\)", os.readlink(entry)):
-            with entry.open("r+b") as file:
-                middle = os.fstat(file.fileno()).st_size // 4
-                old = os.pread(file.fileno(), 1, middle)
-                os.pwrite(file.fileno(), bytes([old[0] ^ 1]), middle)
-            return
-    raise AssertionError(f"rank {rank} has no segment {segment}")
 
 
 def test_a_snapshot_that_was_damaged_is_rebuilt_and_not_used(tmp_path: Path, reference: Reference) -> None:
@@ -42,6 +25,24 @@ def test_a_snapshot_that_was_damaged_is_rebuilt_and_not_used(tmp_path: Path, ref
         job.thaw(stopped, [victim])
         check(job, expected, lost=[victim], moved=[*job.ranks_of(victim), hurt])
         assert any(f"[{hurt}]" in str(event["what"]) for event in job.cluster.events() if event["event"] == "damaged")
+
+
+@pytest.mark.parametrize("tier", ["local", "global"])
+def test_memory_that_changed_under_a_dead_trainer_is_repaired(tier: str, tmp_path: Path, reference: Reference) -> None:
+    """Its shadow would go on with it."""
+    nodes = 1 if tier == "local" else 2
+    expected = reference(*ARGS, nproc=4, deadline=240)
+    protect = {"local": {"parity": 1}} if tier == "local" else {}
+    faults = stop(range(4), 9, "compute")
+    with scene(tmp_path, nodes=nodes, per_node=4 // nodes, protect=protect, every=1, faults=faults) as job:
+        stopped = job.frozen(4)
+        job.cluster.wait_for(lambda: job.registry.protected(4) >= (0, 9) or None, lambda: "version 9", every=0.1)
+        flip(job, 1, "weights")
+        job.cluster.kill(job.first[1])
+        job.thaw({pid: index for pid, index in stopped.items() if pid != job.first[1]})
+        check(job, expected, moved=[1])
+        assert {told["lost_steps"] for told in job.cluster.recoveries()} == {0}
+        assert any("[1]" in str(event["what"]) for event in job.cluster.events() if event["event"] == "damaged")
 
 
 def test_training_does_not_notice_that_etcd_is_away(tmp_path: Path, reference: Reference) -> None:

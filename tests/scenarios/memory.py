@@ -44,7 +44,7 @@ Moves = Generator[str, None, None]
 
 
 @dataclass
-class Words_:
+class Store:
     """A header without its segment."""
 
     position: Position = Position(0, Phase.SETUP)
@@ -61,7 +61,7 @@ class Memory:
     """The segments of a rank; looks to `putback` like its slot."""
 
     def __init__(self, buffers: int) -> None:
-        self.header = Words_()
+        self.header = Store()
         self.manifest = MANIFEST
         self.cells = np.zeros(CHUNKS, dtype=np.uint8)
         self.undo = 0
@@ -476,3 +476,4 @@ class Cluster:
                     pass
             moved = [self.move(rank) for rank in self.ranks if self.memory[rank].header.position.step < until]
             assert any(moved), "stuck"
+        self._park()

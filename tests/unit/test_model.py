@@ -102,3 +102,71 @@ def test_whatever_is_lost_everyone_goes_on_from_one_whole_version(setting: Setti
             max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
+
+
+def at(setting: Setting, moves: int, slow: int) -> Cluster:
+    """A job after so many moves of everyone in turn; the agent of rank `slow` stops at the version after the next."""
+    cluster = Cluster(setting)
+    cluster.go_on(2)
+    for _ in range(moves):
+        for rank in cluster.ranks:
+            cluster.move(rank)
+            if rank != slow:
+                cluster.work(rank)
+    return cluster
+
+
+@pytest.mark.parametrize(
+    "setting", [Setting(4, 3, 1, every=1), Setting(4, 2, 2, every=1), Setting(2, 1, 1, every=1)], ids=str
+)
+@pytest.mark.parametrize("slow", [-1, 1])
+def test_a_node_is_lost_at_every_instant_of_a_step_and_another_at_every_instant_of_the_recovery(
+    setting: Setting, slow: int
+) -> None:
+    worlds = 0
+    for moves in range(26):
+        for between in range(0, 12, 1 if setting.parity > 1 else 12):
+            cluster = at(setting, moves, slow)
+            cluster.lose(0)
+            for _ in range(between):
+                cluster.recover()
+            if setting.parity > 1:
+                cluster.lose(2)
+            cluster.go_on(3)
+            worlds += 1
+    assert worlds >= 26
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_what_only_the_lost_rank_had_sent_does_not_replace_what_is_protected(buffers: int) -> None:
+    """Version 4 can be decoded for rank 0, not for rank 2, whose agent is slow; which is lost next."""
+    cluster = Cluster(Setting(4, 2, 2, buffers=buffers, every=2))
+    cluster.go_on(4)
+    before = cluster.floor
+    for rank in (0, 1, 3):
+        while cluster.work(rank):
+            pass
+    cluster.lose(0)
+    while cluster.recover():
+        pass
+    for rank in cluster.ranks:
+        cluster.move(rank)
+    cluster.lose(2)
+    cluster.go_on(3)
+    assert before >= 0
+
+
+def test_a_version_whose_sums_are_still_on_their_way_is_not_chosen() -> None:
+    """Else it would be decoded, and then not believed."""
+    cluster = Cluster(Setting(4, 3, 1, every=1))
+    cluster.go_on(3)
+    for rank in cluster.ranks[1:]:
+        while cluster.work(rank):
+            pass
+    for _ in range(1 + 2 * 3):  # all of rank 0 but the sums: X, and three parts that are read and finished
+        assert cluster.work(0)
+    cluster.lose(0)
+    while cluster.recover():
+        pass
+    assert {memory.header.position.step for memory in cluster.memory.values()} == {2}
+    cluster.go_on(3)
