@@ -191,11 +191,16 @@ class Job(Training):
         return instant, {victim}
 
 
-def first_step_after(steps: list[list[StepRecord]], instant: float) -> tuple[int, float] | None:
-    """The first step that began after `instant` on every rank and was finished by every rank, and when it was."""
+def first_step_after(steps: list[list[StepRecord]], instant: float, beyond: int = -1) -> tuple[int, float] | None:
+    """The first step that began after `instant` on every rank and was finished by every rank, and when it was.
+
+    Only steps with higher numbers than `beyond` count.
+    """
     ends: list[dict[int, float]] = []
     for records in steps:
-        ends.append({record.step: record.end for record in reversed(records) if record.begin > instant})
+        ends.append(
+            {record.step: record.end for record in reversed(records) if record.begin > instant and record.step > beyond}
+        )
     common = set.intersection(*(set(rank) for rank in ends))
     if not common:
         return None

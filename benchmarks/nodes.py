@@ -1,8 +1,8 @@
 """Jobs of several nodes on this machine, and of a spare: leto's, and those of plain torchrun.
 
-A node is an agent with an address of its own out of 127/8 and all processes of it; to lose one is a SIGKILL of all. etcd,
-and for plain torchrun the store of its c10d rendezvous, run beside the nodes and are never lost. (Plain torchrun
-usually has that store in the agent of a node, with which the job would be lost for good.)
+A node is an agent with an address of its own out of 127/8 and all processes of it; to lose one is a SIGKILL of all.
+etcd, and for plain torchrun the store of its c10d rendezvous, run beside the nodes and are never lost. (Plain torchrun
+usually has that store in the agent of a node, and the job is lost for good with it.)
 """
 
 from __future__ import annotations

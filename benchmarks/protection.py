@@ -1,28 +1,47 @@
-"""What protection costs, in one process.
+"""What protection costs.
 
     python benchmarks/protection.py coding [--rounds N]
+    python benchmarks/protection.py steps [--size small] [--parallel fsdp] [--rounds N]
 
-`coding`: parity of a stripe, and its lost pieces from the rest, through `leto_elastic.protect` and by calls of ISA-L
-alone on the same buffers, in turns with a memcpy of the data. GB/s of data (k pieces), medians, one thread.
+`coding`, in one process: parity of a stripe, and its lost pieces from the rest, through `leto_elastic.protect` and by
+calls of ISA-L alone on the same buffers, in turns with a memcpy of the data. GB/s of data (k pieces), medians, one
+thread.
+
+`steps`: jobs of four nodes on this machine that differ only in `protect.global`, in turns: never (parity 0), every ten
+steps, every step. Step times are rank 0's, after the shadows are parked. CPU seconds are those of all processes over
+the measured steps; where cores are fewer than processes they show in the step times in full, so the bytes that a
+network would carry stand beside them: what the code sends by its design, and what went over the loopback interface more
+than without protection. An agent's own memory is the anonymous part; the trainers' segments, which it maps, are not.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
+import itertools
 import mmap
+import os
 import statistics
+import struct
+import tempfile
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
+from jobs import table
 from leto_elastic.protect.buffers import Bytes, flat
 from leto_elastic.protect.codec import decode, encode
 from leto_elastic.protect.engines import open_engine
 from leto_elastic.protect.field import Matrix
 from leto_elastic.protect.library import find
 from leto_elastic.protect.matrix import Code, decode_rows
+from nodes import Nodes
+
+MIB = float(1 << 20)
+TICKS = os.sysconf("SC_CLK_TCK")
 
 CODES = (Code(8, 2), Code(3, 1), Code(2, 2))
 
@@ -116,6 +135,173 @@ def coding(args: argparse.Namespace) -> None:
                 )
 
 
+# ---- jobs with and without
+
+
+class Meter(NamedTuple):
+    """Sums since the start: CPU seconds of agents, trainers, standbys and etcd, bytes over the loopback interface."""
+
+    agents: float
+    trainers: float
+    standbys: float
+    etcd: float
+    sent: float
+
+
+class Sample(NamedTuple):
+    """One job: seconds a step (median, mean), the meter a step, and bytes.
+
+    Bytes are the mean of the agents' anonymous memory and PSS, the stream and the extras of a rank.
+    """
+
+    median: float
+    mean: float
+    meter: Meter
+    anonymous: float
+    pss: float
+    stream: float
+    extras: float
+
+
+def cpu(pids: set[int]) -> float:
+    """CPU seconds that these processes have used; those that are gone count nothing."""
+    total = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        total += int(fields[11]) + int(fields[12])
+    return total / TICKS
+
+
+def children() -> set[int]:
+    """Processes that this one has started."""
+    found = set()
+    for entry in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            parent = int(entry.read_text().rpartition(")")[2].split()[1])
+        except (FileNotFoundError, ProcessLookupError):
+            continue
+        if parent == os.getpid():
+            found.add(int(entry.parent.name))
+    return found
+
+
+def read_meter(job: Nodes) -> Meter:
+    """All sums now."""
+    agents = {node.pid for node in job.living()}
+    trainers = set(job.trainers())
+    everything = {pid for node in job.living() for pid, _ in node.processes()}
+    lines = Path("/proc/net/dev").read_text().splitlines()
+    loopback = next(line for line in lines if line.split(":")[0].strip() == "lo").split(":")[1].split()
+    return Meter(
+        cpu(agents), cpu(trainers), cpu(everything - agents - trainers), cpu(children() - agents), float(loopback[0])
+    )
+
+
+def memory(pid: int) -> tuple[int, int]:
+    """(anonymous, all) bytes of a process, pages that it shares counted in part."""
+    text = Path(f"/proc/{pid}/smaps_rollup").read_text()
+    fields = {words[0]: int(words[1]) * 1024 for line in text.splitlines() if (words := line.split())[-1:] == ["kB"]}
+    return fields["Pss_Anon:"], fields["Pss:"]
+
+
+def extras_of(pid: int) -> int:
+    """Bytes of X of a trainer, from its segment: three buffers, each of which begins with a length."""
+    found = {
+        link.readlink().name: link for link in Path(f"/proc/{pid}/fd").iterdir() if "-extras" in str(link.readlink())
+    }
+    newest = found[max(found)]
+    return int(struct.unpack("<Q", newest.open("rb").read(8))[0])
+
+
+def step_job(every: int, args: argparse.Namespace, directory: Path) -> Sample:
+    """Run one job and take its figures while it trains; `every` 0 protects nothing."""
+    options = [f"--parallel={args.parallel}", f"--size={args.size}", "--steps=1000000"]
+    setting = {"every": every, "buffers": args.buffers, "data": args.code[0], "parity": args.code[1]}
+    policy: dict[str, Any] = {"protect": {"global": setting if every else {"parity": 0}}}
+    with Nodes("leto", "examples/train_lm.py", options, directory, nodes=args.nodes, policy=policy) as job:
+        job.wait_for_steps(args.warmup, seconds=600.0)
+        job.settle()
+        job.wait_for_steps(2 * every)
+        first, before = len(job.steps()[0]), read_meter(job)
+        job.wait_for_steps(args.steps, seconds=1200.0)
+        records, after = job.steps()[0][first:], read_meter(job)
+        times = [b.end - a.end for a, b in itertools.pairwise(records)]
+        agents = [memory(node.pid) for node in job.living()]
+        return Sample(
+            statistics.median(times),
+            statistics.mean(times),
+            Meter(*((b - a) / len(records) for a, b in zip(before, after, strict=True))),
+            statistics.mean(anonymous for anonymous, _ in agents),
+            statistics.mean(pss for _, pss in agents),
+            statistics.mean(shard.bytes for shard in job.shards()) if every else 0.0,
+            statistics.mean(extras_of(pid) for pid in job.trainers()),
+        )
+
+
+def steps(args: argparse.Namespace) -> None:
+    kinds = [0, *args.every]
+    rounds: list[dict[int, Sample]] = []
+    with tempfile.TemporaryDirectory() as work:
+        for index in range(args.rounds):
+            turn = index % len(kinds)
+            found = {
+                every: step_job(every, args, Path(work) / f"{index}-{every}") for every in kinds[turn:] + kinds[:turn]
+            }
+            rounds.append(found)
+            medians = {name(every): f"{found[every].median * 1000:.1f} ms" for every in kinds}
+            print(f"round {index + 1}/{args.rounds}: {medians}", flush=True)
+    report(kinds, rounds, args)
+
+
+def name(every: int) -> str:
+    return f"every {every}" if every else "off"
+
+
+def report(kinds: list[int], rounds: list[dict[int, Sample]], args: argparse.Namespace) -> None:
+    """Medians over the rounds, of the rounds' ratios, and what the code should cost."""
+
+    def middle(value: Callable[[dict[int, Sample]], float]) -> float:
+        return statistics.median(value(found) for found in rounds)
+
+    rows = []
+    for every in kinds:
+        row = [name(every)]
+        for field in ("median", "mean"):
+            row.append(f"{middle(lambda r, e=every, f=field: getattr(r[e], f)) * 1000:.1f}")
+            row.append(f"{middle(lambda r, e=every, f=field: getattr(r[e], f) / getattr(r[0], f)):.3f}")
+        for part in ("agents", "trainers", "standbys", "etcd"):
+            row.append(f"{middle(lambda r, e=every, p=part: getattr(r[e].meter, p)) * 1000:.1f}")
+        row.append(f"{middle(lambda r, e=every: (r[e].meter.sent - r[0].meter.sent) / MIB):.2f}")
+        rows.append(row)
+    header = ["protection", "step, median ms", "/ off", "mean ms", "/ off"]
+    header += ["CPU ms a step: agents", "trainers", "standbys", "etcd", "MiB a step over lo, more"]
+    shape = (
+        f"{args.parallel}, {args.size}, {args.nodes} nodes of 1 rank on {os.cpu_count()} cores, buffers {args.buffers}"
+    )
+    print(f"\n{shape}, {len(rounds)} rounds of {args.steps} steps\n")
+    print(table(header, rows))
+
+    data, parity = args.code
+    for every in kinds[1:]:
+        stream, extras = (middle(lambda r, e=every, f=field: getattr(r[e], f)) for field in ("stream", "extras"))
+        coded = 0.0 if args.parallel == "ddp" else stream * parity  # replicas on other nodes are copies of each other
+        a_version = coded + extras * parity
+        a_step = a_version / every + extras * parity
+        more = middle(lambda r, e=every: r[e].anonymous - r[0].anonymous)
+        pss = middle(lambda r, e=every: r[e].pss - r[0].pss)
+        print(
+            f"\n{name(every)}: W {stream / MIB:.2f} MiB and X {extras / 1024:.1f} KiB a rank, RS({data}, {parity}); "
+            f"a rank sends {a_version / MIB:.2f} MiB a version and {a_step / MIB:.2f} MiB a step, "
+            f"{args.nodes * a_step / MIB:.2f} MiB all together; a version takes "
+            f"{a_version / (args.network * 1e9) * 1e3:.3f} ms at {args.network:g} GB/s\n"
+            f"an agent holds {more / MIB:+.2f} MiB of its own (PSS {pss / MIB:+.2f}); "
+            f"a parity of {parity}/{data} W is {coded / data / MIB:.2f} MiB, two versions {2 * coded / data / MIB:.2f}"
+        )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(dest="command", required=True)
@@ -123,6 +309,18 @@ def main() -> None:
     command.add_argument("--rounds", type=int, default=15)
     command.add_argument("--mib", type=int, nargs="+", default=[4, 64], help="sizes of a piece")
     command.set_defaults(run=coding)
+    command = commands.add_parser("steps", help="jobs of several nodes with and without")
+    command.add_argument("--parallel", choices=["ddp", "fsdp"], default="fsdp")
+    command.add_argument("--size", default="small")
+    command.add_argument("--nodes", type=int, default=4)
+    command.add_argument("--code", type=int, nargs=2, default=(3, 1), metavar=("DATA", "PARITY"))
+    command.add_argument("--buffers", type=int, choices=[1, 2], default=1)
+    command.add_argument("--every", type=int, nargs="+", default=[10, 1])
+    command.add_argument("--rounds", type=int, default=3)
+    command.add_argument("--steps", type=int, default=100, help="measured steps a job")
+    command.add_argument("--warmup", type=int, default=20, help="steps before")
+    command.add_argument("--network", type=float, default=25.0, help="GB/s of a node's network")
+    command.set_defaults(run=steps)
     args = parser.parse_args()
     args.run(args)
 

@@ -46,9 +46,7 @@ def main() -> None:
     if there := finished(args.run_dir):
         state = content(model, optimizer, scheduler, 0)
         dcp.load(state, checkpoint_id=there[-1])
-        set_state_dict(
-            model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-        )
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
         scheduler.load_state_dict(state["scheduler"])
         start = state["step"]
 

@@ -173,7 +173,7 @@ def choose(
     reachable = {rank: readable[rank] | ahead[rank] for rank in positions}
     versions = sorted(set().union(*reachable.values()), reverse=True)
     lost = [rank for rank in sorted(view.slots) if rank not in positions]
-    failed: list[tuple[int, int, list[str]]] = []
+    failed: list[tuple[bool, int, int, list[str]]] = []
     for generous in (False, True):
         for version in versions:
             without = [rank for rank in sorted(positions) if version not in reachable[rank]]
@@ -183,7 +183,7 @@ def choose(
             tried = {rank: view.rebuild(rank, version, sources) for rank in sorted([*lost, *without])}
             missing = [f"rank {rank}: {why}" for rank, why in tried.items() if isinstance(why, str)]
             if missing:
-                failed.append((len(missing), -version, missing))
+                failed.append((not view.is_known(version), len(missing), -version, missing))
                 continue
             found = {rank: source for rank, source in tried.items() if isinstance(source, Rebuild)}
             put_back = {
@@ -195,7 +195,7 @@ def choose(
             return Choice(version, put_back, found, told, view.sent_by_all(version))
     if not failed:
         raise StateError("no rank has any version of its state left; restart from a checkpoint")
-    _, version, missing = min(failed)
+    *_, version, missing = min(failed)
     raise StateError(
         f"the lost state cannot be restored, the nearest is version {-version}: {'; '.join(missing)}; "
         "restart from a checkpoint"
@@ -224,6 +224,10 @@ class _View:
         """The newest tag of the version that every rank had sent; -1 for none."""
         tags = (tag for tag in self._tags if version_of(tag) == version)
         return next((t for t in tags if self._sums and all((rank, t) in self._sums for rank in self.slots)), NO_TAG)
+
+    def is_known(self, version: int) -> bool:
+        """Whether any keeper has something of a version."""
+        return any(version_of(tag) == version for tag in self._tags)
 
     def rebuild(self, rank: int, version: int, sources: set[int]) -> Rebuild | str:
         """How the rank comes to the version by help of ranks that have it; or what is missing."""

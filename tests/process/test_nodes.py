@@ -27,14 +27,12 @@ def test_hosts_train_what_one_node_trains(tmp_path: Path, reference: Reference) 
         check(job, reference(*ARGS, deadline=240))
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_agents_of_one_machine_train_what_one_node_trains(tmp_path: Path, reference: Reference, apart: bool) -> None:
-    with scene(tmp_path, nodes=2, network=Loopback(apart=apart)) as job:
+def test_agents_of_one_machine_train_what_one_node_trains(tmp_path: Path, reference: Reference) -> None:
+    with scene(tmp_path, nodes=2, network=Loopback(apart=False)) as job:
         check(job, reference(*ARGS, deadline=240))
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2, 3])
-@pytest.mark.parametrize("where", ["step=7 phase=compute", "step=8 phase=update chunk=mid"])
+@pytest.mark.parametrize(("rank", "where"), [(0, "step=7 phase=compute"), (3, "step=8 phase=update chunk=mid")])
 def test_a_process_is_repaired_on_its_node(rank: int, where: str, tmp_path: Path, reference: Reference) -> None:
     with scene(tmp_path, nodes=2, faults=f"kill rank={rank} {where}") as job:
         check(job, reference(*ARGS, deadline=240), moved=[rank])
@@ -72,7 +70,6 @@ def test_a_script_without_leto_is_started_again_on_all_nodes(tmp_path: Path) -> 
         ((3, 1), 9, "compute", "leader", 1),  # with the next version under way
         ((3, 1), 9, "update", "follower", 1),  # with the next version just agreed
         ((3, 1), 8, "update", "follower", 2),
-        ((2, 2), 7, "compute", "leader", 1),
         ((2, 2), 8, "update", "follower", 1),
     ],
 )

@@ -1,9 +1,9 @@
 """A job whose nodes may be lost, as its memory tells it: what is written where, byte by byte and store by store.
 
 The decisions are the real ones: what trainers keep (`worker.protection`), put back and hold (`protect.putback`), which
-small copies keepers retain (`protect.copies`), where parity lies, what is chosen and resolved. Around them is as little as
-possible: a chunk is one byte whose value is the version it belongs to, so that a mixture of versions can be seen, and a
-parity piece is the list of what it was made from. Trainers, agents and the recovery are generators, which may be
+small copies keepers retain (`protect.copies`), where parity lies, what is chosen and resolved. Around them is as little
+as possible: a chunk is one byte whose value is the version it belongs to, so that a mixture of versions can be seen,
+and a parity piece is the list of what it was made from. Trainers, agents and the recovery are generators, which may be
 stopped for ever between any two stores.
 """
 
@@ -47,7 +47,7 @@ Moves = Generator[str, None, None]
 class Store:
     """A header without its segment."""
 
-    position: Position = Position(0, Phase.SETUP)
+    position: Position
     sent: int = NO_TAG
     agreed: int = NO_TAG
     buffers: tuple[int, int] = (NO_TAG, NO_TAG)
@@ -61,7 +61,7 @@ class Memory:
     """The segments of a rank; looks to `putback` like its slot."""
 
     def __init__(self, buffers: int) -> None:
-        self.header = Store()
+        self.header = Store(Position(0, Phase.SETUP))
         self.manifest = MANIFEST
         self.cells = np.zeros(CHUNKS, dtype=np.uint8)
         self.undo = 0
@@ -385,7 +385,8 @@ class Cluster:
         try:
             choice = choose(standings, self.placement)
         except StateError as error:
-            assert not covered, f"{error} (agreed: {self.floor}, lost since: {self.exposed})"
+            if covered:
+                raise AssertionError(f"agreed: {self.floor}, lost since: {self.exposed}") from error
             raise Over from error
         assert choice.version is None or not covered or choice.version >= self.floor, "further back than need be"
         return choice

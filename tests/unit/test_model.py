@@ -99,7 +99,7 @@ def test_whatever_is_lost_everyone_goes_on_from_one_whole_version(setting: Setti
     run_state_machine_as_test(
         Here,
         settings=settings(
-            max_examples=60, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+            max_examples=40, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
         ),
     )
 
@@ -124,8 +124,8 @@ def test_a_node_is_lost_at_every_instant_of_a_step_and_another_at_every_instant_
     setting: Setting, slow: int
 ) -> None:
     worlds = 0
-    for moves in range(26):
-        for between in range(0, 12, 1 if setting.parity > 1 else 12):
+    for moves in range(24):
+        for between in range(0, 12, 2 if setting.parity > 1 else 12):
             cluster = at(setting, moves, slow)
             cluster.lose(0)
             for _ in range(between):
@@ -134,7 +134,7 @@ def test_a_node_is_lost_at_every_instant_of_a_step_and_another_at_every_instant_
                 cluster.lose(2)
             cluster.go_on(3)
             worlds += 1
-    assert worlds >= 26
+    assert worlds >= 24
 
 
 @pytest.mark.parametrize("buffers", [1, 2])
@@ -156,17 +156,93 @@ def test_what_only_the_lost_rank_had_sent_does_not_replace_what_is_protected(buf
     assert before >= 0
 
 
+def send(cluster: Cluster, *ranks: int) -> None:
+    for rank in ranks:
+        while cluster.work(rank):
+            pass
+
+
+def recover(cluster: Cluster) -> None:
+    while cluster.recover():
+        pass
+
+
+def start(cluster: Cluster) -> None:
+    """Everyone resolves."""
+    for rank in cluster.ranks:
+        cluster.move(rank)
+        while cluster.state[rank] == "moving":
+            cluster.move(rank)
+
+
+ALL_BUT_SUMS = 1 + 2 * 3  # moves: X, and three parts that are read and finished
+
+
 def test_a_version_whose_sums_are_still_on_their_way_is_not_chosen() -> None:
     """Else it would be decoded, and then not believed."""
     cluster = Cluster(Setting(4, 3, 1, every=1))
     cluster.go_on(3)
-    for rank in cluster.ranks[1:]:
-        while cluster.work(rank):
-            pass
-    for _ in range(1 + 2 * 3):  # all of rank 0 but the sums: X, and three parts that are read and finished
+    send(cluster, 1, 2, 3)
+    for _ in range(ALL_BUT_SUMS):
         assert cluster.work(0)
     cluster.lose(0)
-    while cluster.recover():
-        pass
+    recover(cluster)
     assert {memory.header.position.step for memory in cluster.memory.values()} == {2}
+    cluster.go_on(3)
+
+
+def test_a_version_that_is_protected_again_is_decoded_from_the_tag_that_is_whole() -> None:
+    """The spare dies as well, before its first attempt has come to its end."""
+    cluster = Cluster(Setting(4, 3, 1, every=1))
+    cluster.go_on(3)
+    send(cluster, *cluster.ranks)
+    cluster.lose(0)
+    recover(cluster)
+    start(cluster)
+    send(cluster, 1, 2, 3)
+    for _ in range(ALL_BUT_SUMS):
+        assert cluster.work(0)
+    cluster.lose(0)
+    recover(cluster)
+    assert {memory.header.position.step for memory in cluster.memory.values()} == {3}
+    cluster.go_on(3)
+
+
+@pytest.mark.parametrize("buffers", [1, 2])
+def test_who_lost_the_result_of_a_vote_keeps_what_the_others_keep(buffers: int) -> None:
+    """Else the ranks have no version in common when a node is lost after that."""
+    cluster = Cluster(Setting(4, 3, 1, buffers=buffers, every=1))
+    cluster.go_on(3)
+    send(cluster, *cluster.ranks)
+    for rank in (*cluster.ranks, 0, 0):
+        cluster.move(rank)
+        while rank == 0 and cluster.state[0] == "moving":
+            cluster.move(0)
+    assert cluster.memory[0].header.position.step == 4
+    cluster.kill(1)
+    recover(cluster)
+    start(cluster)
+    if buffers == 2:  # version 3 was kept, and is sent from there
+        send(cluster, *cluster.ranks)
+    for _ in range(40):  # a step further, and nothing of it protected
+        for rank in cluster.ranks:
+            cluster.move(rank)
+    cluster.lose(3)
+    cluster.go_on(3)
+
+
+def test_a_replica_that_has_yet_to_roll_forward_is_not_copied_from() -> None:
+    cluster = Cluster(Setting(3, 1, 1, replicas=True))
+    cluster.go_on(3)
+    send(cluster, *cluster.ranks)
+    for rank in cluster.ranks:
+        cluster.move(rank)  # to VOTE(3)
+    while cluster.memory[0].header.position.step == 3 or cluster.state[0] == "moving":
+        cluster.move(0)
+    cluster.move(1)
+    cluster.move(1)
+    assert "UPDATE" in str(cluster.memory[1].header.position)
+    cluster.kill(1)
+    cluster.lose(0)
+    recover(cluster)
     cluster.go_on(3)
