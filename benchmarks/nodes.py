@@ -72,6 +72,8 @@ class Nodes(Training):
         self._spares = spares
         self._started = 0  # spares, from the beginning on
         self._generation = -1
+        self.leader_hit = False
+        """Whether the last `strike` hit the node that led a leto job, whose lease must end before another one leads."""
         self._stack = ExitStack()
 
     # ---- life
@@ -223,6 +225,7 @@ class Nodes(Training):
     def strike(self, rng: random.Random) -> tuple[float, set[int]]:
         """Kill all processes of one node that trains, its agent first."""
         node, ranks = rng.choice(self.homes())
+        self.leader_hit = self.system == "leto" and self._registry.leader() == node.pid
         pids = sorted((pid for pid, _ in node.processes()), key=lambda pid: pid != node.pid)
         instant = time.monotonic()
         for pid in pids:

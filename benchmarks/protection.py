@@ -254,6 +254,7 @@ def steps(args: argparse.Namespace) -> None:
             medians = {name(every): f"{found[every].median * 1000:.1f} ms" for every in kinds}
             print(f"round {index + 1}/{args.rounds}: {medians}", flush=True)
     report(kinds, rounds, args)
+    costs(kinds, rounds, args)
 
 
 def name(every: int) -> str:
@@ -261,7 +262,7 @@ def name(every: int) -> str:
 
 
 def report(kinds: list[int], rounds: list[dict[int, Sample]], args: argparse.Namespace) -> None:
-    """Medians over the rounds, of the rounds' ratios, and what the code should cost."""
+    """Medians over the rounds, and medians of the rounds' ratios."""
 
     def middle(value: Callable[[dict[int, Sample]], float]) -> float:
         return statistics.median(value(found) for found in rounds)
@@ -283,6 +284,13 @@ def report(kinds: list[int], rounds: list[dict[int, Sample]], args: argparse.Nam
     )
     print(f"\n{shape}, {len(rounds)} rounds of {args.steps} steps\n")
     print(table(header, rows))
+
+
+def costs(kinds: list[int], rounds: list[dict[int, Sample]], args: argparse.Namespace) -> None:
+    """What the code has to send and to keep by its design, and what agents hold."""
+
+    def middle(value: Callable[[dict[int, Sample]], float]) -> float:
+        return statistics.median(value(found) for found in rounds)
 
     data, parity = args.code
     for every in kinds[1:]:

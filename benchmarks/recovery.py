@@ -34,12 +34,16 @@ NAMES = {"leto": "leto_elastic", "plain": "torchrun + checkpoint / 10"}
 
 
 class Kill(NamedTuple):
-    """One kill: seconds beyond a normal step, the same until new work, steps done twice, survivors with another pid."""
+    """One kill: seconds beyond a normal step, the same until new work, steps done twice, survivors with another pid.
+
+    `leader`: the node that led a leto job of several was hit.
+    """
 
     stall: float
     progress: float
     lost_steps: int
     restarted: int
+    leader: bool
 
 
 class Round(NamedTuple):
@@ -78,7 +82,7 @@ def normal_step(steps: list[list[StepRecord]], instants: list[float]) -> float:
 
 def run_round(system: str, kills: int, args: argparse.Namespace, directory: Path, rng: random.Random) -> Round:
     """One job with `kills` kills."""
-    found: list[tuple[float, float, float, int, int]] = []
+    found: list[tuple[float, float, float, int, int, bool]] = []
     marks: list[float] = []
     with open_job(system, args, directory) as job:
         job.wait_for_steps(12)
@@ -96,10 +100,11 @@ def run_round(system: str, kills: int, args: argparse.Namespace, directory: Path
             )[1]
             after = job.trainers()
             restarted = sum(before[rank] != after[rank] for rank in set(range(job.ranks)) - hit)
-            found.append((instant, end, beyond, max(0, done + 1 - step), restarted))
+            leader = isinstance(job, Nodes) and job.leader_hit
+            found.append((instant, end, beyond, max(0, done + 1 - step), restarted, leader))
             print(
-                f"  {system}: ranks {sorted(hit)} killed, next step after {end - instant:.3f} s, "
-                f"{max(0, done + 1 - step)} steps lost, new ones after {beyond - instant:.3f} s",
+                f"  {system}: ranks {sorted(hit)}{' of the leader' if leader else ''} killed, next step after "
+                f"{end - instant:.3f} s, {max(0, done + 1 - step)} steps lost, new ones after {beyond - instant:.3f} s",
                 flush=True,
             )
         step_time = normal_step(job.steps(), [instant for instant, *_ in found])
@@ -109,8 +114,8 @@ def run_round(system: str, kills: int, args: argparse.Namespace, directory: Path
         for begin, end in itertools.pairwise([*marks, float("inf")])
     ]
     kill_list = [
-        Kill(end - instant - step_time, beyond - instant - step_time, lost, restarted)
-        for instant, end, beyond, lost, restarted in found
+        Kill(end - instant - step_time, beyond - instant - step_time, lost, restarted, leader)
+        for instant, end, beyond, lost, restarted, leader in found
     ]
     return Round(kill_list, step_time, told)
 

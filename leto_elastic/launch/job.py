@@ -291,14 +291,14 @@ class Job:
                 actions += self._repair(slot, plan.repairs[slot.rank])
         uncovered: list[Action] = [Report(self.epoch, slot.death) for slot in self.slots if slot.death is not None]
         uncovered += self._lost_nodes(now)
-        if uncovered:
-            self._aborted = True
-            return [*actions, *uncovered]
         for death in plan.deaths:
             self._mourned(death, now, now)
         if self._stall is not None:
             for rank in set(plan.repairs) - set(self.world.own):
                 self._stall.actions[rank] = plan.repairs[rank]
+        if uncovered:
+            self._aborted = True
+            return [*actions, *uncovered]
         return [*actions, *self._launch(now)]
 
     def _enter(self, plan: PlanView) -> None:

@@ -58,6 +58,10 @@ class Damaged(LetoError):
         self.ranks = tuple(ranks)
 
 
+class Overtaken(LetoError):
+    """There is a plan for a later epoch, which begins everything again."""
+
+
 class Protection:
     """See the module.
 
@@ -75,6 +79,7 @@ class Protection:
         self._ears: Ears
         self._keeper: Keeper | None = None
         self._world = World((), None)
+        self._epoch = -1
         self._placement: placing.Placement | None = None
         self._local: dict[int, placing.Stripe] = {}
         self._slots: dict[int, Slot] = {}
@@ -139,6 +144,7 @@ class Protection:
         self._placement = placing.place(seats, *code) if code is not None else None
         tier = self._policy.protect.local.parity
         self._local = {seat.position: placing.place_local(seat) for seat in seats} if tier else {}
+        self._epoch = plan.epoch
         again = world.generation != self._world.generation
         self._world = world
         self._keeper.configure(
@@ -179,17 +185,21 @@ class Protection:
             manifest = layout.decode(data)
             self._attach(rank, manifest, held)
             self._keeper_now().publish(rank, "manifest", manifest.version, data)
-            self._shards[rank] = ShardRecord(
-                rank=rank,
-                version=-1,
-                generation=self._world.generation,
-                bytes=self._slots[rank].weights.size,
-                chunks=len(manifest.chunks),
-                digest=hashlib.sha256(data).hexdigest()[:16],
-                holders=self._holders(rank),
-                state="writing",
-            )
-            self._shard(rank, self._shards[rank])
+            self._new_shard(rank, manifest, data)
+
+    def _new_shard(self, rank: int, manifest: layout.Manifest, data: bytes) -> None:
+        """The record of a rank that nothing is protected of yet, or not since it came to this node."""
+        shard = ShardRecord(
+            rank=rank,
+            version=-1,
+            generation=self._world.generation,
+            bytes=self._slots[rank].weights.size,
+            chunks=len(manifest.chunks),
+            digest=hashlib.sha256(data).hexdigest()[:16],
+            holders=self._holders(rank),
+            state="writing",
+        )
+        self._shard(rank, shard)
 
     def advanced(self, rank: int, message: wire.Stepped | wire.Due) -> None:
         """A trainer has committed a step, or asks for a version to be protected."""
@@ -258,17 +268,20 @@ class Protection:
     # ---- on the way into an epoch
 
     async def standing(self, places: Sequence[Place]) -> bytes:
-        """What this node has, for all others."""
+        """What this node has, for all others; nothing of it is being changed by an earlier recovery."""
         keeper = self._keeper_now()
-        holdings = await asyncio.to_thread(keeper.holdings)
         assert self._world.position is not None
+        async with self._one_at_a_time:
+            stands = [await asyncio.to_thread(self._stands, place) for place in places]
+            holdings = await asyncio.to_thread(keeper.holdings)
         return _encode(
             NodeStanding(
                 self._world.position,
-                [await asyncio.to_thread(self._stands, place) for place in places],
+                stands,
                 [piece for piece in holdings.pieces if piece[1] != keepers.LOCAL],
                 holdings.extras,
                 [tag for tag, stripe, _ in holdings.pieces if stripe == keepers.LOCAL],
+                holdings.protected,
             )
         )
 
@@ -303,7 +316,7 @@ class Protection:
         self._emit("damaged", what=f"memory of ranks {[rank]}", reason=reason)
 
     async def restore(
-        self, places: Sequence[Place], held: Mapping[int, Segments], said: Mapping[int, bytes]
+        self, epoch: int, places: Sequence[Place], held: Mapping[int, Segments], said: Mapping[int, bytes]
     ) -> tuple[int | None, dict[int, Blob]]:
         """Bring the slots of this node to the version that follows from what all nodes said.
 
@@ -312,6 +325,7 @@ class Protection:
         Raises:
             StateError: there is no such version; the job cannot go on.
             Damaged: a slot of this node could not be restored, or what it had is not what it should be.
+            Overtaken: there is a plan for a later epoch.
         """
         standings = [_decode(payload) for _, payload in sorted(said.items())]
         choice = choose(standings, self._placement, self._local)
@@ -319,44 +333,45 @@ class Protection:
         if version is None:
             return None, {}
         async with self._one_at_a_time:
+            if epoch != self._epoch:
+                raise Overtaken(f"epoch {epoch} is over")
             began = time.monotonic()
-            tag = _tag_at(standings, version)
             mine = [place for place in places if place.rank in choice.rebuild]
             await _all(
-                [
-                    asyncio.to_thread(self._settle, place.rank, choice, version, tag)
-                    for place in places
-                    if place not in mine
-                ]
+                [asyncio.to_thread(self._settle, place.rank, choice, version) for place in places if place not in mine]
             )
             there = sorted(s.position for s in standings if any(slot.rank not in choice.rebuild for slot in s.slots))
             kept = _common(standings)
             datas = await _all(
                 [
-                    asyncio.to_thread(self._rebuild, place.rank, held[place.index], choice, version, tag, kept, there)
+                    asyncio.to_thread(self._rebuild, place.rank, held[place.index], choice, version, kept, there)
                     for place in mine
                 ]
             )
+        for place, data in zip(mine, datas, strict=True):
+            self._new_shard(place.rank, layout.decode(data), data)
         blobs = {place.index: _blob(data, layout.decode(data).version) for place, data in zip(mine, datas, strict=True)}
         if mine:
             ranks = [place.rank for place in mine]
             self._emit("restored", ranks=ranks, version=version, seconds=time.monotonic() - began)
         return version, blobs
 
-    def _settle(self, rank: int, choice: Choice, version: int, tag: int) -> None:
+    def _settle(self, rank: int, choice: Choice, version: int) -> None:
         """A slot that has the version in its own memory, or rolls forward to it by itself."""
         slot, keeper = self._slots[rank], self._keeper_now()
+        words = (slot.header.sent, slot.header.agreed, *slot.header.buffers)
+        known = max((tag for tag in words if version_of(tag) == version), default=NO_TAG)
         source = choice.put_back.get(rank)
         if source is not None:
             putback.put_back(slot, version, source)
         position = slot.header.position
         if position.step != version or position.phase not in _STANDS:
             return
-        if tag != NO_TAG:
-            self._verify(rank, tag)
+        if known != NO_TAG:
+            self._verify(rank, known)
         putback.forget_after(slot, version)
-        if tag != NO_TAG:
-            putback.keep(slot, tag)
+        if choice.tag != NO_TAG:  # every rank had sent it, so it may take the place of what was protected before
+            putback.keep(slot, choice.tag)
         keeper.serve(rank, version)
 
     def _verify(self, rank: int, tag: int) -> None:
@@ -368,9 +383,7 @@ class Protection:
         if bad:
             raise Damaged(f"part {bad[0]} of the state of rank {rank} does not match its checksum", [rank])
 
-    def _rebuild(
-        self, rank: int, held: Segments, choice: Choice, version: int, tag: int, kept: int, there: list[int]
-    ) -> bytes:
+    def _rebuild(self, rank: int, held: Segments, choice: Choice, version: int, kept: int, there: list[int]) -> bytes:
         """A slot whose memory was lost. Returns its manifest."""
         keeper, plan = self._keeper_now(), choice.rebuild[rank]
         lost = sorted(choice.rebuild)
@@ -384,12 +397,12 @@ class Protection:
             held.header.initialise()
             slot = self._attach(rank, manifest, held)
             extras = keeper.fetch(rank, "extras", version, [plan.extras, *there])
-            keeper.rebuild(rank, version, tag=NO_TAG if plan.replica >= 0 else tag, lost=lost, sources=there)
+            keeper.rebuild(rank, version, tag=plan.tag, lost=lost, sources=there)
         except LetoError as error:
             raise Damaged(f"rank {rank} could not be restored: {error}", [rank]) from error
         putback.begin(slot, version, extras)
-        if tag != NO_TAG:
-            putback.keep(slot, tag)
+        if choice.tag != NO_TAG:
+            putback.keep(slot, choice.tag)
         else:
             slot.header.agreed = kept
         keeper.publish(rank, "manifest", manifest.version, data)
@@ -412,13 +425,6 @@ class Protection:
     def _keeper_now(self) -> Keeper:
         assert self._keeper is not None
         return self._keeper
-
-
-def _tag_at(standings: Sequence[NodeStanding], version: int) -> int:
-    """The newest tag under which a version is protected somewhere; -1: it is not."""
-    tags = [tag for node in standings for tag, _, _ in node.pieces] + [t for node in standings for t in node.local]
-    tags += [tag for node in standings for slot in node.slots if not slot.lost for tag in slot.buffers]
-    return max((tag for tag in tags if version_of(tag) == version), default=NO_TAG)
 
 
 def _common(standings: Sequence[NodeStanding]) -> int:

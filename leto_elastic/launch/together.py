@@ -16,7 +16,7 @@ from leto_elastic.errors import LetoError, StateError
 from leto_elastic.launch.actions import Action
 from leto_elastic.launch.deciding import Decider
 from leto_elastic.launch.job import Job
-from leto_elastic.launch.protection import Damaged, Protection
+from leto_elastic.launch.protection import Damaged, Overtaken, Protection
 from leto_elastic.launch.segments import Segments
 
 
@@ -104,11 +104,13 @@ class Together:
         job = self._shell.job
         assert self._protection is not None
         try:
-            version, manifests = await self._protection.restore(job.slots, self._held, said)
+            version, manifests = await self._protection.restore(epoch, job.slots, self._held, said)
         except Damaged as error:
             if epoch == job.epoch and not job.over:
                 self._shell.emit("damaged", {"what": f"memory of ranks {list(error.ranks)}", "reason": str(error)})
                 self._shell.do(job.damaged(error.ranks))
+        except Overtaken:
+            return
         except StateError:
             if epoch == job.epoch:
                 raise

@@ -51,10 +51,6 @@ class World:
         """Ranks of this node; none for a spare."""
         return range(0) if self.position is None else self.ranks(self.position)
 
-    def position_of(self, rank: int) -> int:
-        """The position of the node of a rank. Raises IndexError for a rank that does not exist."""
-        return next(p for p in range(len(self.seats)) if rank in self.ranks(p)) if rank < self.size else _no(rank)
-
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
@@ -88,7 +84,3 @@ def code_of(policy: Policy, seats: Sequence[Seat]) -> tuple[int, int] | None:
 def position_among(seats: Sequence[Seat], node: str) -> int | None:
     """The position of a node, None when it has none."""
     return next((position for position, seat in enumerate(seats) if seat.node == node), None)
-
-
-def _no(rank: int) -> int:
-    raise IndexError(f"there is no rank {rank}")

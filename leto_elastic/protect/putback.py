@@ -44,10 +44,12 @@ def put_back(slot: Slot, version: int, source: str) -> None:
         index = int(source.removeprefix("buffer "))
         if version_of(header.buffers[index]) != version:
             raise StateError(f"snapshot buffer {index} does not hold version {version}")
+        kept = slot.extras(index, 0)  # which may be damaged, before anything is changed
+        extras = (position.slot + 1) % _SLOTS
+        header.position = Position(version, Phase.SETUP)  # until it is done, only the buffers are of use
         for view in slot.source(index).views(0, slot.weights.size):
             slot.weights.write(0, view)
-        extras = (position.slot + 1) % _SLOTS
-        slot.write_extras(-1, extras, slot.extras(index, 0))
+        slot.write_extras(-1, extras, kept)
     forget_after(slot, version)
     header.position = Position(version, Phase.COMPUTE, slot=extras)
 
@@ -80,6 +82,10 @@ def keep(slot: Slot, tag: int) -> None:
 
 
 def begin(slot: Slot, version: int, extras: bytes) -> None:
-    """W was written from elsewhere: add X and a header that stands at the start of `version`."""
+    """W was written from elsewhere: add X and a header that stands at the start of `version`.
+
+    Before its sections, since the one that had the rank may have been in any of them; the resolution passes over those
+    that are not due.
+    """
     slot.write_extras(-1, 0, extras)
-    slot.header.position = Position(version, Phase.COMPUTE, slot=0)
+    slot.header.position = Position(version, Phase.SECTION, slot=0)
