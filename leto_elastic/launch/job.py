@@ -200,8 +200,14 @@ class Job:
         """The node at a position is lost, with all its ranks and its memory; may be told again."""
         if self.over or self.finished or self.spare:
             return []
-        self._gone[position] = self.world.seats[position].node
-        return [*self._abort(), *self._lost_nodes(now)]
+        node = self.world.seats[position].node
+        news = self._gone.get(position) != node
+        self._gone[position] = node
+        reports = self._lost_nodes(now)
+        ranks = self.world.ranks(position)
+        deaths = [report.death for report in reports if isinstance(report, Report) and report.death.rank in ranks]
+        events = [Emit("failure", death.fields()) for death in deaths if news]
+        return [*self._abort(), *reports, *events]
 
     def _lost_nodes(self, now: float) -> list[Action]:
         """Report the nodes that are gone and still have their places."""

@@ -11,7 +11,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -86,6 +86,7 @@ class Supervisor:
         self._logs: Logs | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._together = Together(self, decider, protection, self._held)
+        self._early: list[Callable[[], None]] | None = []  # what was heard before the group was started
         self._plan = PlanView(0, "start", {}, wire.StoreAddress("", 0), "", World.alone(settings.slots))
         self._attempt = 0
         self._job = self._new_job()
@@ -117,6 +118,7 @@ class Supervisor:
     async def _rounds(self) -> Outcome:
         """Take part until the end; again, as a spare, when the job has gone on without this node."""
         while True:
+            self._early = []
             self._plan = await self._unless_over(self._open())
             try:
                 return await self._attempts()
@@ -143,6 +145,9 @@ class Supervisor:
     async def _attempts(self) -> Outcome:
         while True:
             self._start_group()
+            early, self._early = self._early or [], None
+            for heard in early:
+                heard()
             try:
                 outcome = await self._over
                 await self._stop(signal.SIGTERM if outcome.reason else signal.SIGKILL)
@@ -404,6 +409,9 @@ class Supervisor:
     # ---- plans, memory
 
     def plan_arrived(self, plan: PlanView) -> None:
+        if self._early is not None:
+            self._early.append(lambda: self.plan_arrived(plan))
+            return
         job, placed = self._job, plan.world.position is not None
         if job.over:
             return
@@ -416,9 +424,15 @@ class Supervisor:
         self.do(job.plan(plan, time.monotonic()))
 
     def rank_failed(self, epoch: int, death: act.Death) -> None:
+        if self._early is not None:
+            self._early.append(lambda: self.rank_failed(epoch, death))
+            return
         self.do(self._job.failed_elsewhere(epoch, death, time.monotonic()))
 
     def node_gone(self, position: int) -> None:
+        if self._early is not None:
+            self._early.append(lambda: self.node_gone(position))
+            return
         self._together.doubt(position)
 
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:

@@ -269,9 +269,9 @@ class Keeper:
 
     def answers(self, position: int, seconds: float) -> bool:
         """Whether the keeper at a position can be reached and answers anything within so long. *Blocking*."""
-        world = self._world()
-        address = world.peers.get(position)
-        if address is None:
+        world = self._local.world
+        address = world.peers.get(position) if world is not None else None
+        if world is None or address is None:
             return False
         try:
             fetch(address, self._me, Fetch(world.epoch, 0, "sums", 0, 0), seconds)
