@@ -182,7 +182,7 @@ def test_a_second_node_is_lost_while_the_first_is_restored(second: str, tmp_path
     [
         pytest.param(2, 2, 7, {}, id="more than parity"),
         pytest.param(1, 0, 7, {"replace": 5.0}, id="no spare in time"),
-        pytest.param(1, 1, 1, {}, id="nothing protected yet"),
+        pytest.param(1, 1, 0, {}, id="nothing protected yet"),
     ],
 )
 def test_what_cannot_be_restored_ends_the_job_on_all_nodes(
