@@ -257,7 +257,7 @@ BAD = {
     "unknown policy key": (["--rdzv-conf=config=bad.yaml"], "bad.yaml, line 2: unknown key"),
     "impossible value": (["--rdzv-conf=config=impossible.yaml"], "impossible.yaml, line 1: .*allowed is"),
     "one worker": (["--nproc-per-node=1"], "a job of one worker .*--nproc-per-node=2"),
-    "two nodes": (["--nnodes=2"], "on one node; use --nnodes=1"),
+    "two nodes": (["--nnodes=2"], "needs an etcd where the nodes meet"),
     "shared etcd without a name": (["--rdzv-endpoint=127.0.0.1:1"], "--rdzv-id=NAME"),
     "unreachable etcd": (
         ["--rdzv-endpoint=127.0.0.1:1", "--rdzv-id=x", "--rdzv-conf=config=quick.yaml"],

@@ -13,20 +13,6 @@ from tests.process.scene import ARGS, check, flip, scene, stop
 pytestmark = [pytest.mark.process, pytest.mark.nodes, pytest.mark.slow]
 
 
-def test_a_snapshot_that_was_damaged_is_rebuilt_and_not_used(tmp_path: Path, reference: Reference) -> None:
-    """A survivor would go back to it: another of its bits is wrong than any program would write."""
-    expected = reference(*ARGS, nproc=8, deadline=240)
-    with scene(tmp_path, spares=1, code=(2, 2), faults=stop(range(8), 8, "update")) as job:
-        stopped = job.frozen(8)
-        victim = job.follower()
-        hurt = job.ranks_of(job.follower(victim))[0]
-        flip(job, hurt, "snapshot.0")
-        job.cluster.nodes[victim].kill_all()
-        job.thaw(stopped, [victim])
-        check(job, expected, lost=[victim], moved=[*job.ranks_of(victim), hurt])
-        assert any(f"[{hurt}]" in str(event["what"]) for event in job.cluster.events() if event["event"] == "damaged")
-
-
 @pytest.mark.parametrize("tier", ["local", "global"])
 def test_memory_that_changed_under_a_dead_trainer_is_repaired(tier: str, tmp_path: Path, reference: Reference) -> None:
     """Its shadow would go on with it."""

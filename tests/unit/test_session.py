@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,7 @@ def session(agent: Agent, fabric: Fabric) -> Session:
     made = Session.__new__(Session)
     made.link, made.fabric = agent, fabric  # type: ignore[assignment]
     made.policy, made.generation, made.marks = load_policy(None), 0, {}
+    made.welcome = SimpleNamespace(address="")  # type: ignore[assignment]
     made.faults = Faults("/nonexistent", 0, ())
     return made
 
