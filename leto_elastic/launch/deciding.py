@@ -38,8 +38,8 @@ class Ears(Protocol):
         """All nodes have come to a stage of an epoch; what they said, by position."""
         ...
 
-    def ended(self, reason: str) -> None:
-        """Another node has ended the job by a failure."""
+    def ended(self, reason: str | None) -> None:
+        """Another node has ended the job, by a failure or (None) with success."""
         ...
 
     def broken(self, error: BaseException) -> None:

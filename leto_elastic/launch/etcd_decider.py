@@ -62,6 +62,7 @@ class EtcdDecider:
         self._leader: Leader | None = None
         self._plan = PlanView(-1, "start", {}, StoreAddress("", 0), "", World((), None))
         self._said: dict[str, dict[int, bytes]] = {}
+        self._left: set[str] = set()  # nodes that had places
         self._tasks: set[asyncio.Task[object]] = set()
         self.make_keeper: Callable[[str, bytes], int] | None = None  # (node id, the job's secret) -> port
 
@@ -194,12 +195,18 @@ class EtcdDecider:
                 for seat in world.seats:
                     if seat.node not in nodes:
                         self._missing(seat.node)
-            case Ended("failed", reason):
-                self._ears.ended(reason)
+            case Ended(state, reason):
+                self._ears.ended(reason if state == "failed" else None)
 
     def _missing(self, node: str) -> None:
-        position = position_among(self._plan.world.seats, node)
-        if position is not None and node != self._id:
+        seats = self._plan.world.seats
+        position = position_among(seats, node)
+        if position is None or node == self._id:
+            return
+        self._left.add(node)
+        if self._left.issuperset(seat.node for seat in seats):
+            self._ears.ended("all its nodes have left it")
+        else:
             self._ears.node_gone(position)
 
     def _view(self, plan: PlanRecord) -> PlanView:

@@ -438,8 +438,11 @@ class Supervisor:
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
         self._together.met(epoch, stage, said)
 
-    def ended(self, reason: str) -> None:
-        self.do([act.End(f"another node ended the job: {reason}")] if not self._job.over else [])
+    def ended(self, reason: str | None) -> None:
+        if self._early is not None:
+            self._early.append(lambda: self.ended(reason))
+        elif not self._job.over and (reason is not None or self._job.spare):
+            self.do([act.End(None if reason is None else f"another node ended the job: {reason}")])
 
     async def _make_store(self, _epoch: int, fresh: bool = False) -> tuple[str, int]:
         address = self._stores.fresh() if fresh else self._stores.make()

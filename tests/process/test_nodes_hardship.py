@@ -66,12 +66,3 @@ def test_a_member_of_etcd_dies_with_a_node(tmp_path: Path, reference: Reference)
         job.cluster.nodes[victim].kill_all()
         job.thaw(stopped, [victim])
         check(job, expected, lost=[victim], moved=job.ranks_of(victim))
-
-
-def test_a_spare_that_comes_and_goes_disturbs_nobody(tmp_path: Path, reference: Reference) -> None:
-    expected = reference(*ARGS, nproc=4, deadline=240)
-    with scene(tmp_path, "--pace", "0.3", nodes=2, spares=1) as job:
-        job.cluster.nodes[2].kill_all()
-        job.cluster.start_node(job.cluster.nodes[2].number)
-        job.cluster.wait_event("spare", count=2)
-        check(job, expected, lost=[2])
