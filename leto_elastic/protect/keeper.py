@@ -274,7 +274,7 @@ class Keeper:
         if world is None or address is None:
             return False
         try:
-            fetch(address, self._me, Fetch(world.epoch, 0, "sums", 0, 0), seconds)
+            fetch(address, self._me, Fetch(0, 0, "sums", 0, 0), seconds)
         except Refusal:
             pass
         except Disconnected:
@@ -326,8 +326,14 @@ class Keeper:
             address,
             self._me,
             lambda peer: self._send_copies(position, peer),
-            lambda reason: self._on_lost(position, reason),
+            lambda reason: self._peer_lost(position, address, reason),
         )
+
+    def _peer_lost(self, position: int, address: PeerAddress, reason: str) -> None:
+        """Of no effect when another node has the position by now."""
+        world = self._local.world
+        if world is not None and world.peers.get(position) == address:
+            self._on_lost(position, reason)
 
     def _send_copies(self, position: int, peer: Peer) -> None:
         """All small copies that the node at this position should have of our ranks."""
