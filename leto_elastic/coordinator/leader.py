@@ -25,6 +25,7 @@ from leto_elastic.coordinator.client import (
     Batch,
     Condition,
     Created,
+    Delete,
     DeletePrefix,
     EtcdRefused,
     Event,
@@ -180,6 +181,8 @@ class Leader:
             Put(self._keys.budget, encode(budget)),
             DeletePrefix(self._keys.meeting_of(epoch)),
         ]
+        # A dead node is registered until its lease ends, and must not be taken for a spare meanwhile.
+        operations += [Delete(self._keys.node(node)) for node in mirror.replaced_by(plan)]
         answer = await self._client.txn(
             [
                 Created(self._keys.leader, term),
@@ -279,6 +282,8 @@ class Mirror:
 
     def planned(self, plan: PlanRecord, budget: BudgetRecord) -> None:
         """Our own plan was written; what the watch says of it later is the same."""
+        for node in self.replaced_by(plan):
+            self._nodes.pop(node, None)
         self._enter(plan.epoch)
         self._remember(plan)
         self._budget = budget
@@ -327,6 +332,10 @@ class Mirror:
             parity=code[1],
             waited=0.0 if self.lost_since is None else now - self.lost_since,
         )
+
+    def replaced_by(self, plan: PlanRecord) -> list[str]:
+        """The nodes that lose their places by a plan."""
+        return [seat.node for seat in self.seats if seat.node not in {other.node for other in plan.nodes}]
 
     def _domain(self, node: str) -> str:
         return self._nodes[node].domain or node

@@ -66,7 +66,7 @@ def dial(address: PeerAddress, me: Identity, on_socket: Callable[[Connection], N
         on_socket(connection)
         connection.connect(name, CONNECT)
         introduce(connection, me, address.node)
-    except BaseException:
+    except BaseException:  # boundary: closed, then raised
         connection.close()
         raise
     return connection
