@@ -38,7 +38,7 @@ from leto_elastic.coordinator.client import (
     Put,
     Snapshot,
 )
-from leto_elastic.coordinator.roster import Ended, Failed, Gone, News, Present, Roster, Said
+from leto_elastic.coordinator.roster import Came, Ended, Failed, Gone, News, Present, Roster, Said
 from leto_elastic.coordinator.schema import (
     BudgetRecord,
     FailureRecord,
@@ -332,7 +332,7 @@ class Coordinator:
 def _read(keys: Keys, key: str, value: bytes | None) -> News | None:
     """A key as news, None for a key that is none; no value: it was deleted."""
     if key.startswith(keys.nodes):
-        return Gone(keys.node_of(key)) if value is None else None
+        return Gone(keys.node_of(key)) if value is None else Came(keys.node_of(key))
     if value is None:
         return None
     if key.startswith(keys.plans):

@@ -14,6 +14,12 @@ class Present(NamedTuple):
     nodes: frozenset[str]
 
 
+class Came(NamedTuple):
+    """A node is there, perhaps again after its lease had ended."""
+
+    node: str
+
+
 class Gone(NamedTuple):
     """A node has left, or its lease has ended."""
 
@@ -43,7 +49,7 @@ class Ended(NamedTuple):
     reason: str
 
 
-News = PlanRecord | Present | Gone | Failed | Said | Ended
+News = PlanRecord | Present | Came | Gone | Failed | Said | Ended
 
 
 class Roster:

@@ -16,7 +16,7 @@ import msgspec
 from leto_elastic.coordinator.coordinator import Coordinator, MakeStore
 from leto_elastic.coordinator.embedded import EmbeddedEtcd
 from leto_elastic.coordinator.leader import Leader
-from leto_elastic.coordinator.roster import Ended, Failed, Gone, News, Present, Said
+from leto_elastic.coordinator.roster import Came, Ended, Failed, Gone, News, Present, Said
 from leto_elastic.coordinator.schema import FailureRecord, NodeRecord, PlanRecord, ShardRecord, SlotRecord
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import LetoError
@@ -63,6 +63,7 @@ class EtcdDecider:
         self._plan = PlanView(-1, "start", {}, StoreAddress("", 0), "", World((), None))
         self._said: dict[str, dict[int, bytes]] = {}
         self._left: set[str] = set()  # nodes that had places
+        self._waiting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[object]] = set()
         self.make_keeper: Callable[[str, bytes], int] | None = None  # (node id, the job's secret) -> port
 
@@ -189,9 +190,12 @@ class EtcdDecider:
                 said[position] = payload
                 if not complete and len(said) == len(world.seats):
                     self._ears.met(epoch, stage, dict(said))
+            case Came(node):
+                self._left.discard(node)
             case Gone(node):
                 self._missing(node)
             case Present(nodes):
+                self._left -= nodes
                 for seat in world.seats:
                     if seat.node not in nodes:
                         self._missing(seat.node)
@@ -204,10 +208,22 @@ class EtcdDecider:
         if position is None or node == self._id:
             return
         self._left.add(node)
-        if self._left.issuperset(seat.node for seat in seats):
-            self._ears.ended("all its nodes have left it")
-        else:
+        if not self._deserted():
             self._ears.node_gone(position)
+        elif self._waiting is None:
+            self._waiting = asyncio.get_running_loop().create_task(self._wait_for_anybody(), name="deserted")
+            self._watch(self._waiting)
+
+    def _deserted(self) -> bool:
+        """Whether no node with a place is known to be there; never so for a node that has one."""
+        return self._left.issuperset(seat.node for seat in self._plan.world.seats)
+
+    async def _wait_for_anybody(self) -> None:
+        """After an absence of etcd all leases have ended, and all nodes come back: it takes them a lease at most."""
+        await asyncio.sleep(self._policy.coordinator.lease)
+        self._waiting = None
+        if self._deserted():
+            self._ears.ended("all its nodes have left it")
 
     def _view(self, plan: PlanRecord) -> PlanView:
         repairs = {repair.slot: repair.action for repair in plan.repairs}

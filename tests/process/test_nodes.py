@@ -158,6 +158,22 @@ def test_a_second_node_is_lost_after_redundancy_is_back(tmp_path: Path, referenc
         check(job, expected, lost=[first, second], moved=[r for i in (first, second) for r in job.ranks_of(i)])
 
 
+@pytest.mark.parametrize("second", ["survivor", "spare"])
+def test_a_second_node_is_lost_while_the_first_is_restored(second: str, tmp_path: Path, reference: Reference) -> None:
+    expected = reference(*ARGS, nproc=8, deadline=240)
+    where = "stop rank=0 phase=rebuild" if second == "survivor" else "stop rank=4 phase=attach"
+    with scene(tmp_path, spares=2, code=(2, 2), faults=f"{stop(range(8), 7, 'compute')}; {where}") as job:
+        victims = [job.cluster.node_of(4)]
+        stopped = job.frozen(8)
+        job.cluster.nodes[victims[0]].kill_all()
+        job.thaw(stopped, victims)
+        (index,) = job.frozen(1).values()
+        job.cluster.nodes[index].kill_all()
+        victims.append(index)
+        moved = {rank for victim in victims if victim < 4 for rank in job.ranks_of(victim)}
+        check(job, expected, lost=victims, moved=sorted(moved))
+
+
 # ---- too much lost
 
 

@@ -8,9 +8,23 @@ from pathlib import Path
 import pytest
 
 from tests.process.runs import Reference
-from tests.process.scene import ARGS, check, flip, scene, stop
+from tests.process.scene import ARGS, PROTECTED, check, flip, scene, stop
 
 pytestmark = [pytest.mark.process, pytest.mark.nodes, pytest.mark.slow]
+
+
+def test_a_snapshot_that_was_damaged_is_rebuilt_and_not_used(tmp_path: Path, reference: Reference) -> None:
+    """A survivor would go back to it: another of its bits is wrong than any program would write."""
+    expected = reference(*ARGS, nproc=8, deadline=240)
+    with scene(tmp_path, spares=1, code=(2, 2), faults=stop(range(8), 8, "update")) as job:
+        stopped = job.frozen(8)
+        victim = job.follower()
+        hurt = job.ranks_of(job.follower(victim))[0]
+        flip(job, hurt, "snapshot.0")
+        job.cluster.nodes[victim].kill_all()
+        job.thaw(stopped, [victim])
+        check(job, expected, lost=[victim], moved=[*job.ranks_of(victim), hurt])
+        assert any(f"[{hurt}]" in str(event["what"]) for event in job.cluster.events() if event["event"] == "damaged")
 
 
 @pytest.mark.parametrize("tier", ["local", "global"])
@@ -32,11 +46,14 @@ def test_memory_that_changed_under_a_dead_trainer_is_repaired(tier: str, tmp_pat
 
 
 def test_training_does_not_notice_that_etcd_is_away(tmp_path: Path, reference: Reference) -> None:
-    """For several leases, so that all of them have ended when it is back: nobody is taken for dead."""
+    """For several leases, so that all of them have ended when it is back: nobody is taken for dead, nor for gone by a
+    spare, which then waits to the end."""
     expected = reference(*ARGS, nproc=4, deadline=240)
-    with scene(tmp_path, "--pace", "0.5", nodes=2) as job:
-        job.cluster.wait_event("shadow_ready", count=4)
+    faults = stop(range(4), PROTECTED + 1, "compute")
+    with scene(tmp_path, "--pace", "1", nodes=2, spares=1, faults=faults) as job:
+        stopped = job.frozen(4)
         job.etcd.pause()
+        job.thaw(stopped)
         deadline = time.monotonic() + 6.0
         job.cluster.wait_for(lambda: True if time.monotonic() > deadline else None, lambda: "6 seconds", every=0.2)
         job.etcd.resume()
@@ -66,3 +83,15 @@ def test_a_member_of_etcd_dies_with_a_node(tmp_path: Path, reference: Reference)
         job.cluster.nodes[victim].kill_all()
         job.thaw(stopped, [victim])
         check(job, expected, lost=[victim], moved=job.ranks_of(victim))
+
+
+def test_a_spare_that_comes_and_goes_disturbs_nobody(tmp_path: Path, reference: Reference) -> None:
+    """The last one ends with the job."""
+    expected = reference(*ARGS, nproc=4, deadline=240)
+    with scene(tmp_path, nodes=2, spares=1, faults=stop(range(4), 9, "compute")) as job:
+        stopped = job.frozen(4)
+        job.cluster.nodes[2].kill_all()
+        job.cluster.start_node(job.cluster.nodes[2].number)
+        job.cluster.wait_event("spare", count=2)
+        job.thaw(stopped)
+        check(job, expected, lost=[2])
