@@ -344,7 +344,7 @@ class Protection:
             kept = _common(standings)
             datas = await _all(
                 [
-                    asyncio.to_thread(self._rebuild, place.rank, held[place.index], choice, version, kept, there)
+                    asyncio.to_thread(self._rebuild, epoch, place.rank, held[place.index], choice, version, kept, there)
                     for place in mine
                 ]
             )
@@ -383,7 +383,9 @@ class Protection:
         if bad:
             raise Damaged(f"part {bad[0]} of the state of rank {rank} does not match its checksum", [rank])
 
-    def _rebuild(self, rank: int, held: Segments, choice: Choice, version: int, kept: int, there: list[int]) -> bytes:
+    def _rebuild(
+        self, epoch: int, rank: int, held: Segments, choice: Choice, version: int, kept: int, there: list[int]
+    ) -> bytes:
         """A slot whose memory was lost. Returns its manifest."""
         keeper, plan = self._keeper_now(), choice.rebuild[rank]
         lost = sorted(choice.rebuild)
@@ -397,7 +399,7 @@ class Protection:
             held.header.initialise()
             slot = self._attach(rank, manifest, held)
             extras = keeper.fetch(rank, "extras", version, [plan.extras, *there])
-            keeper.rebuild(rank, version, tag=plan.tag, lost=lost, sources=there)
+            keeper.rebuild(rank, version, epoch=epoch, tag=plan.tag, lost=lost, sources=there)
         except LetoError as error:
             raise Damaged(f"rank {rank} could not be restored: {error}", [rank]) from error
         putback.begin(slot, version, extras)

@@ -281,21 +281,27 @@ class Keeper:
             return False
         return True
 
-    def rebuild(self, rank: int, version: int, *, tag: int, lost: Collection[int], sources: Collection[int]) -> None:
+    def rebuild(
+        self, rank: int, version: int, *, epoch: int, tag: int, lost: Collection[int], sources: Collection[int]
+    ) -> None:
         """Fill the stream of an attached local rank whose memory was lost. *Blocking*; several at once are fine.
 
         Args:
             rank: attached, with the manifest that it had at the version.
             version: what W is to be at.
+            epoch: that was decided in. In a later one nobody stands at that version before this node has said where it
+                stands, so what is under way fails as soon as there is a plan for one.
             tag: the protected version that it is decoded from; `NO_TAG`: only a replica will do.
             lost: all ranks whose memory is gone; they are not asked.
             sources: positions of nodes that were there before.
 
         Raises:
             CannotRebuild: with what each source said.
-            Refusal: the rank is not attached, or the job not known.
+            Refusal: the rank is not attached, or the epoch is not the present one.
         """
         world, slot = self._world(), self._slot(rank)
+        if world.epoch != epoch:
+            raise Refusal(f"epoch {epoch} is over, this is epoch {world.epoch}")
         sums = None
         if tag != NO_TAG:
             data = self.fetch(rank, "sums", tag, sources, tag)

@@ -321,7 +321,7 @@ class Job:
         def rebuild(rank: int) -> None:
             try:
                 keeper = self.node_of(rank).keeper
-                keeper.rebuild(rank, version, tag=tag, lost=lost, sources=sources)
+                keeper.rebuild(rank, version, epoch=self.epoch, tag=tag, lost=lost, sources=sources)
             except Exception as error:  # noqa: BLE001 - raised below
                 errors.append(error)
 

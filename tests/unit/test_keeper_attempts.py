@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 
 import numpy as np
 import pytest
 
+from leto_elastic.errors import LetoError
 from leto_elastic.protect.budget import Budget
 from leto_elastic.protect.buffers import Bytes
 from leto_elastic.protect.mapped import Stream
@@ -187,7 +189,7 @@ def test_reading_a_rank_waits_until_it_stands_still() -> None:
         rebuilt = threading.Event()
 
         def rebuild() -> None:
-            made.nodes[0].keeper.rebuild(0, 5, tag=tag, lost=[0], sources=[1, 2])
+            made.nodes[0].keeper.rebuild(0, 5, epoch=made.epoch, tag=tag, lost=[0], sources=[1, 2])
             rebuilt.set()
 
         thread = threading.Thread(target=rebuild)
@@ -206,7 +208,31 @@ def test_a_rank_that_never_stands_still() -> None:
         copies(made)
         tag = protect(made, 5)
         with pytest.raises(CannotRebuild, match="rank 1 does not stand at version 5"):
-            made.nodes[0].keeper.rebuild(0, 5, tag=tag, lost=[0], sources=[1, 2])
+            made.nodes[0].keeper.rebuild(0, 5, epoch=made.epoch, tag=tag, lost=[0], sources=[1, 2])
+
+
+def test_a_rebuild_ends_when_there_is_a_plan_for_a_later_epoch() -> None:
+    """In that one nobody stands anywhere before this node has said where it stands, which waits for the rebuild."""
+    with job([1, 1, 1], (2, 1)) as made:
+        copies(made)
+        tag = protect(made, 5)
+        ends: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
+
+        def rebuild(epoch: int) -> None:
+            try:
+                made.nodes[0].keeper.rebuild(0, 5, epoch=epoch, tag=tag, lost=[0], sources=[1, 2])
+            except LetoError as error:
+                ends.put(error)
+
+        thread = threading.Thread(target=rebuild, args=(made.epoch,))
+        thread.start()
+        made.nodes[2].keeper.serve(2, 5)
+        made.epoch += 1
+        made.configure()
+        assert isinstance(ends.get(timeout=DEADLINE / 2), LetoError)
+        thread.join(DEADLINE)
+        rebuild(made.epoch - 1)
+        assert "is over" in str(ends.get(timeout=DEADLINE))
 
 
 def test_a_chunk_that_changed_while_it_was_copied_is_not_sent(monkeypatch: pytest.MonkeyPatch) -> None:
