@@ -247,8 +247,9 @@ class _Run:
 
     def _targets(self) -> list[_Target]:
         world, rank = self._world, self._attempt.rank
-        if any(world.ranks.get(replica) != world.position for replica in self._slot.manifest.replicas):
-            return []
+        nodes = {world.ranks.get(replica) for replica in self._slot.manifest.replicas}
+        if len(nodes) > max(1, world.code.parity if world.code is not None else 0):
+            return []  # as many nodes may be lost as the code allows, and an equal stream is left
         targets = []
         for part in range(world.placement.data if world.placement is not None else 0):
             assert world.placement is not None

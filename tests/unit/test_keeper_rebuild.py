@@ -141,6 +141,13 @@ def test_replicas_send_no_parity() -> None:
         lose_and_rebuild(made, [2], 5, tag)
 
 
+def test_replicas_on_no_more_nodes_than_may_be_lost_at_once_are_coded_too() -> None:
+    with job([1, 1, 1, 1], (2, 2), replicas=[(0, 1), (2, 3)]) as made:
+        copies(made)
+        tag = protect(made, 5)
+        lose_and_rebuild(made, [0, 1], 5, tag)
+
+
 def test_replicas_may_be_ahead_of_what_was_protected() -> None:
     with job([1, 1, 1], (2, 1), replicas=[(0, 1, 2)]) as made:
         copies(made)
