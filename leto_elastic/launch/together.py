@@ -18,6 +18,7 @@ from leto_elastic.launch.deciding import Decider
 from leto_elastic.launch.job import Job
 from leto_elastic.launch.protection import Damaged, Overtaken, Protection
 from leto_elastic.launch.segments import Segments
+from leto_elastic.launch.slots import Blob
 
 
 class Fenced(Exception):
@@ -115,11 +116,11 @@ class Together:
             if epoch == job.epoch:
                 raise
         else:
-            if not job.over and epoch == job.epoch:
+            before = {index: job.slots[index].manifest for index in manifests}
+            if not job.over:
                 self._shell.do(job.restored(epoch, version, manifests, time.monotonic()))
-            else:
-                for blob in manifests.values():
-                    os.close(blob.fd)
+            for index, blob in manifests.items():
+                _close(before[index] if job.slots[index].manifest is blob else blob)
 
     async def _recall(self, slot: int) -> None:
         assert self._protection is not None
@@ -129,9 +130,12 @@ class Together:
             record = await self._protection.recall(rank)
         except LetoError as error:
             raise LetoError(f"rank {rank} cannot be replaced: {error}") from error
-        if not job.over:
-            self._shell.placed()
-            self._shell.do(job.recalled(slot, record))
+        if job.over:
+            _close(record)
+            return
+        _close(job.slots[slot].record)
+        self._shell.placed()
+        self._shell.do(job.recalled(slot, record))
 
     async def _doubt(self, position: int) -> None:
         job = self._shell.job
@@ -159,3 +163,8 @@ class Together:
             error = task.exception()
             if error is not None:
                 self._shell.broken(error)
+
+
+def _close(blob: Blob | None) -> None:
+    if blob is not None:
+        os.close(blob.fd)
