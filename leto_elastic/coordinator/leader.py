@@ -49,8 +49,9 @@ from leto_elastic.coordinator.schema import (
     decode,
     encode,
 )
-from leto_elastic.recovery import policy as recovery
-from leto_elastic.recovery.policy import Decision, FailureClass, JobView, PastRecovery, Policy
+from leto_elastic.recovery import ladder
+from leto_elastic.recovery.ladder import Decision, JobView, PastRecovery
+from leto_elastic.recovery.policy import FailureClass, Policy
 
 Decide = Callable[[Policy, JobView], Decision]
 
@@ -76,7 +77,7 @@ class Leader:
         make_store: MakeStore,
         max_restarts: int = 0,
         code: tuple[int, int] = (0, 0),
-        decide: Decide = recovery.decide,
+        decide: Decide = ladder.decide,
         clock: Callable[[], float] = time.time,
     ) -> None:
         self._coordinator = coordinator
@@ -316,7 +317,7 @@ class Mirror:
         return JobView(
             epoch=self.epoch or 0,
             step_of_failure=max(failure.step for failure in failures),
-            failures=tuple(recovery.Failure(f.rank, f.slot, f.cause, f.step) for f in failures),
+            failures=tuple(ladder.Failure(f.rank, f.slot, f.cause, f.step) for f in failures),
             shadows={slot: record.shadow for slot, record in slots.items()},
             protected=len(slots) >= expected and all(record.protected for record in slots.values()),
             leto_job=any(record.leto for record in slots.values()),
@@ -326,8 +327,8 @@ class Mirror:
             restarts_left=max_restarts - self._budget.restarts,
             budget=policy.limits.per_job - self._budget.recoveries,
             lost=lost,
-            spares=tuple(recovery.Spare(node, self._nodes[node].slots, self._domain(node)) for node in spares),
-            nodes=tuple(recovery.NodeView(seat.node, seat.slots, seat.domain) for seat in self.seats),
+            spares=tuple(ladder.Spare(node, self._nodes[node].slots, self._domain(node)) for node in spares),
+            nodes=tuple(ladder.NodeView(seat.node, seat.slots, seat.domain) for seat in self.seats),
             data=code[0],
             parity=code[1],
             waited=0.0 if self.lost_since is None else now - self.lost_since,

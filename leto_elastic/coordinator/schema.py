@@ -25,7 +25,8 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from leto_elastic.errors import LetoError
-from leto_elastic.recovery.policy import FailureClass, Repair, ShadowState
+from leto_elastic.recovery.ladder import Repair, ShadowState
+from leto_elastic.recovery.policy import FailureClass
 
 SCHEMA_VERSION = 1
 

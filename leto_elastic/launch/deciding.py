@@ -15,7 +15,8 @@ from typing import Any, Protocol
 from leto_elastic.coordinator.coordinator import MakeStore
 from leto_elastic.launch.actions import Death
 from leto_elastic.launch.world import PlanView, World
-from leto_elastic.recovery.policy import Failure, JobView, PastRecovery, Policy, ShadowState, decide
+from leto_elastic.recovery.ladder import Failure, JobView, PastRecovery, ShadowState, decide
+from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
 
 

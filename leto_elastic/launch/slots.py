@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from leto_elastic.launch.actions import Death, Kind
-from leto_elastic.recovery.policy import FailureClass, ShadowState
+from leto_elastic.recovery.ladder import ShadowState
+from leto_elastic.recovery.policy import FailureClass
 from leto_elastic.state.header import Position
 
 

@@ -28,16 +28,8 @@ from leto_elastic.coordinator.schema import (
 )
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import ConfigError, LetoError
-from leto_elastic.recovery.policy import (
-    CoordinatorPolicy,
-    Deadlines,
-    Decision,
-    FailureClass,
-    JobView,
-    Limits,
-    Policy,
-    Repair,
-)
+from leto_elastic.recovery.ladder import Decision, JobView, Repair
+from leto_elastic.recovery.policy import CoordinatorPolicy, Deadlines, FailureClass, Limits, Policy
 from tests.process.etcd_server import LIMIT, eventually, pause, run
 
 pytestmark = pytest.mark.process

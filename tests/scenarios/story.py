@@ -8,15 +8,8 @@ from typing import cast
 
 from leto_elastic.errors import LetoError
 from leto_elastic.recovery.config import load_policy
-from leto_elastic.recovery.policy import (
-    Failure,
-    FailureClass,
-    JobView,
-    PastRecovery,
-    Policy,
-    ShadowState,
-    decide,
-)
+from leto_elastic.recovery.ladder import Failure, JobView, PastRecovery, ShadowState, decide
+from leto_elastic.recovery.policy import FailureClass, Policy
 from leto_elastic.recovery.resolution import describe
 from leto_elastic.state.header import Phase
 from tests.scenarios.datadriven import Block

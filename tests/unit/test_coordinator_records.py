@@ -27,7 +27,8 @@ from leto_elastic.coordinator.schema import (
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.coordinator.stubs import grpc
 from leto_elastic.errors import ConfigError, LetoError
-from leto_elastic.recovery.policy import Decision, FailureClass, Limits, PastRecovery, Policy, Repair
+from leto_elastic.recovery.ladder import Decision, PastRecovery, Repair
+from leto_elastic.recovery.policy import FailureClass, Limits, Policy
 
 KEYS = Keys("job")
 

@@ -5,26 +5,28 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from leto_elastic.recovery.ladder import (
+    Decision,
+    Failure,
+    JobView,
+    NodeView,
+    PastRecovery,
+    Repair,
+    ShadowState,
+    Spare,
+    decide,
+)
 from leto_elastic.recovery.policy import (
     Action,
     CoordinatorPolicy,
     Deadlines,
-    Decision,
-    Failure,
     FailureClass,
-    JobView,
     Limits,
     LocalProtection,
-    NodeView,
-    PastRecovery,
     Policy,
     PolicyError,
     Protection,
-    Repair,
-    ShadowState,
-    Spare,
     Window,
-    decide,
 )
 
 
