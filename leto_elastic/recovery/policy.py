@@ -20,6 +20,8 @@ class FailureClass(enum.StrEnum):
     EXIT = "exit"
     SIGNAL = "signal"
     EXCEPTION = "exception"
+    OOM = "oom"
+    HANG = "hang"
     NODE = "node"
     STATE = "state"
 
@@ -27,6 +29,7 @@ class FailureClass(enum.StrEnum):
 class Action(enum.StrEnum):
     """A rung of a ladder."""
 
+    RETRY = "retry"
     PROMOTE = "promote"
     RESPAWN = "respawn"
     REPLACE = "replace"
@@ -46,7 +49,7 @@ Ladder = Annotated[
     tuple[Action, ...],
     Meta(
         min_length=1,
-        description="a list of different actions out of promote, respawn, replace and fail, that ends with fail",
+        description="a list of different actions out of retry, promote, respawn, replace and fail, that ends with fail",
     ),
 ]
 
@@ -133,6 +136,33 @@ class StatePolicy(Section, frozen=True):
     ] = 1048576
 
 
+class HangPolicy(Section, frozen=True):
+    """When a worker that is still there counts as hung."""
+
+    factor: Annotated[float, Meta(ge=2, le=10000, description="a number from 2 to 10000")] = 10.0
+    min: Seconds = 60.0
+    first: Seconds = 1800.0
+    pause: Seconds = 3600.0
+    heartbeat: Seconds = 30.0
+
+    def __post_init__(self) -> None:
+        for longer in ("first", "pause"):
+            if getattr(self, longer) < self.min:
+                raise PolicyError(
+                    f"hang.{longer} ({getattr(self, longer):g} s) is below hang.min ({self.min:g} s), the limit of any "
+                    "other step",
+                    longer,
+                    "min",
+                )
+
+
+class StepPolicy(Section, frozen=True):
+    """What becomes of a step that fails by itself."""
+
+    skip: Annotated[bool, Meta(description="true or false")] = False
+    nonfinite: Annotated[Literal["allow", "skip", "fail"], Meta(description="allow, skip or fail")] = "allow"
+
+
 class LocalProtection(Section, frozen=True):
     """Parity over the ranks of one node, kept by its agent."""
 
@@ -185,6 +215,8 @@ class Policy(Section, frozen=True):
     classes: dict[FailureClass, Ladder] = msgspec.field(default_factory=_default_classes)
     shadow: ShadowPolicy = ShadowPolicy()
     state: StatePolicy = StatePolicy()
+    step: StepPolicy = StepPolicy()
+    hang: HangPolicy = HangPolicy()
     protect: Protection = Protection()
     coordinator: CoordinatorPolicy = CoordinatorPolicy()
 
