@@ -117,7 +117,10 @@ class SlotRecord(Record, frozen=True, kw_only=True):
 
 
 class FailureRecord(Record, frozen=True, kw_only=True):
-    """How a trainer ended, and where its header stood (`step`, `phase`, `chunk`); `time` in unix seconds."""
+    """How a trainer ended, and where its header stood (`step`, `phase`, `chunk`); `time` in unix seconds.
+
+    `detail`: what is known beyond that, for a human.
+    """
 
     rank: int
     slot: int
@@ -127,6 +130,7 @@ class FailureRecord(Record, frozen=True, kw_only=True):
     phase: str = ""
     chunk: int = 0
     time: float = 0.0
+    detail: str = ""
 
 
 class PlanRecord(Record, frozen=True, kw_only=True):

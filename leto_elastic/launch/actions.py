@@ -60,7 +60,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A failure of a rank."""
+    """A failure of a rank; `detail` is for a human."""
 
     rank: int
     slot: int
@@ -70,11 +70,12 @@ class Death:
     step: int
     phase: str
     chunk: int
+    detail: str = ""
 
     @property
     def told(self) -> str:
         """For a human."""
-        return f"rank {self.rank} ended ({how(self.code)})"
+        return f"rank {self.rank} ended ({how(self.code)})" + (f": {self.detail}" if self.detail else "")
 
     def fields(self) -> dict[str, object]:
         """For the event."""

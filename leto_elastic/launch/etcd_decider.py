@@ -126,6 +126,7 @@ class EtcdDecider:
             phase=death.phase,
             chunk=death.chunk,
             time=time.time(),
+            detail=death.detail,
         )
         assert self._coordinator is not None
         # A stale report needs nothing: the plan that made it stale does not cover the death, which the job notices.
@@ -252,4 +253,5 @@ class EtcdDecider:
 
 def _death(record: FailureRecord) -> Death:
     """The record of a failure as the agent that saw it had it, but for the exit code."""
-    return Death(record.rank, record.slot, record.pid, 0, record.cause, record.step, record.phase, record.chunk)
+    r = record
+    return Death(r.rank, r.slot, r.pid, 0, r.cause, r.step, r.phase, r.chunk, r.detail)

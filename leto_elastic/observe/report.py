@@ -32,9 +32,12 @@ def _recovery(event: _Event) -> str:
 
 
 def _failure(event: _Event) -> str:
-    step = event.get("step")
-    where = f" at step {step}, {event.get('phase')}" if step is not None else ""
-    return f"rank {event.get('rank')} (pid {event.get('pid')}) failed: {event.get('cause')}{where}"
+    step, phase, detail = event.get("step"), event.get("phase"), event.get("detail")
+    where = f" at step {step}{f', {phase}' if phase else ''}" if step is not None else ""
+    return (
+        f"rank {event.get('rank')} (pid {event.get('pid')}) failed: {event.get('cause')}{where}"
+        f"{f': {detail}' if detail else ''}"
+    )
 
 
 def _unfit(event: _Event) -> str:
