@@ -28,6 +28,7 @@ import msgspec
 from leto_elastic.coordinator.client import (
     Condition,
     Created,
+    Delete,
     DeletePrefix,
     EtcdClient,
     EtcdRefused,
@@ -227,6 +228,13 @@ class Coordinator:
             [Missing(key), Holds(self.keys.epoch, _number(epoch))], [Put(key, value)], timeout=None
         )
         return answer.done or key in answer.current
+
+    async def depose(self, node: str) -> None:
+        """Do not wait for the lease of a leader whose process is dead. One that lives after all leads on, or stands
+        again, and has written nothing in between.
+        """
+        leader = self.keys.leader
+        await self.client.txn([Holds(leader, node.encode())], [Delete(leader)], timeout=None)
 
     async def news(self, after: int = 0) -> AsyncGenerator[News, None]:
         """What happens to the run, for ever: plans of epochs above `after`, each once and in order; the rest possibly

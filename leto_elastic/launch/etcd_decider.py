@@ -138,6 +138,11 @@ class EtcdDecider:
         assert position is not None
         self._start(self._coordinator.say(epoch, stage, position, payload))
 
+    def depose(self, node: str) -> None:
+        """A node's process is dead; should it lead, another one shall."""
+        assert self._coordinator is not None
+        self._start(self._coordinator.depose(node))
+
     async def close(self, succeeded: bool | None, reason: str = "") -> None:
         try:
             if self._coordinator is not None:

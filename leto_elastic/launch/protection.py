@@ -109,7 +109,11 @@ class Protection:
         return self._keeper.start()[1]
 
     def _lost(self, position: int, _reason: str) -> None:
-        self._tell(self._ears.node_gone, position)
+        self._tell(self._dead, self._world.seats[position].node, position)
+
+    def _dead(self, node: str, position: int) -> None:
+        self._decider.depose(node)
+        self._ears.node_gone(position)
 
     def _tell(self, function: Callable[..., None], *arguments: object) -> None:
         """From a thread of the keeper's, which may live on for a moment after the loop."""

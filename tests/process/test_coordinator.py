@@ -335,6 +335,21 @@ def test_a_leader_that_was_cut_off_cannot_write() -> None:
     run(test)
 
 
+def test_a_dead_leader_is_deposed_before_its_lease_ends() -> None:
+    async def test() -> None:
+        async with etcd() as server, agent(server.settings, slots=1) as a, agent(server.settings, "b") as b:
+            async with leader(a) as first:
+                await first.leading.wait()
+            async with leader(b) as second, aclosing(b.plans()) as plans:
+                await b.depose("b")
+                assert not second.leading.is_set()
+                await b.depose("a")
+                assert await b.report_failure(0, failure(0))
+                assert (await anext(plans)).epoch == 1
+
+    run(test)
+
+
 def test_a_leader_that_does_not_know_yet_that_it_was_replaced_cannot_write() -> None:
     async def test() -> None:
         async with etcd() as server, agent(server.settings, slots=1) as a:
