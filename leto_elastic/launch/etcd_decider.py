@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -83,8 +84,14 @@ class EtcdDecider:
         least, most = self._nodes
         plan = await coordinator.meet(make_store, least=least, most=most)
         self._plan = self._view(plan)
+        heard = plan.epoch
+        if plan.action not in ("start", "restart") and self._plan.world.position is not None:
+            # It was taken for a spare as soon as it was known, and has nothing of what its ranks had: it begins as one.
+            heard -= 1
+            spare = replace(self._plan.world, position=None)
+            self._plan = replace(self._plan, epoch=heard, world=spare)
         self._lead()
-        self._start(self._follow(coordinator, plan.epoch))
+        self._start(self._follow(coordinator, heard))
         return self._plan
 
     def _lead(self) -> None:
