@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import gc
 import os
 import shutil
@@ -229,6 +230,12 @@ class Server:
         self.etcdctl("role", "grant-permission", "leto", "--prefix=true", "readwrite", "/leto/")
         self.etcdctl("user", "grant-role", "ann", "leto")
         self.etcdctl("auth", "enable")
+
+    def leader(self) -> int:
+        """The member that leads the others."""
+        statuses = json.loads(self.etcdctl("endpoint", "status", "--write-out=json"))
+        ids = {one["Status"]["header"]["member_id"]: one["Endpoint"] for one in statuses}
+        return self.endpoints.index(ids[statuses[0]["Status"]["leader"]])
 
     def pause(self, member: int = 0) -> None:
         """SIGSTOP a member."""

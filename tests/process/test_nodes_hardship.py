@@ -74,12 +74,12 @@ def test_a_node_is_lost_while_etcd_is_away(tmp_path: Path, reference: Reference)
         check(job, expected, lost=[victim], moved=job.ranks_of(victim))
 
 
-def test_a_member_of_etcd_dies_with_a_node(tmp_path: Path, reference: Reference) -> None:
+def test_the_leader_of_etcd_dies_with_that_of_the_job(tmp_path: Path, reference: Reference) -> None:
     expected = reference(*ARGS, nproc=8, deadline=240)
     with scene(tmp_path, spares=1, members=3, faults=stop(range(8), 8, "update")) as job:
         stopped = job.frozen(8)
         victim = job.leader()
-        job.etcd.kill(0)
+        job.etcd.kill(job.etcd.leader())
         job.cluster.nodes[victim].kill_all()
         job.thaw(stopped, [victim])
         check(job, expected, lost=[victim], moved=job.ranks_of(victim))
