@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import gc
+import json
 import os
 import shutil
 import signal
