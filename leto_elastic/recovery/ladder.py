@@ -394,11 +394,13 @@ def _out_of_memory(view: JobView) -> list[str]:
 
 
 def _steps(steps: list[int]) -> str:
-    """Each step once, with how many times; the newest ten."""
-    counts = {step: steps.count(step) for step in sorted(set(steps))[-10:]}
+    """Each step once, with how many times; the last ten."""
+    last = sorted(set(steps))[-10:]
+    counts = {step: steps.count(step) for step in last}
     several = len(counts) > 1
+    earlier = " and earlier ones" if len(last) < len(set(steps)) else ""
     listed = ", ".join(f"{step} ({count} times)" if count > 1 else str(step) for step, count in counts.items())
-    return f"{'steps' if several else 'step'} {listed}"
+    return f"{'steps' if several else 'step'} {listed}{earlier}"
 
 
 def _ladder(policy: Policy, cause: FailureClass) -> str:
