@@ -299,7 +299,8 @@ def _obstacle(policy: Policy, view: JobView) -> str | None:
         return "no recoveries left (limits.per_job or --max-restarts)"
     same = sum(past.step == view.step_of_failure for past in view.history)
     if same >= limits.per_step:
-        return f"step {view.step_of_failure} was recovered {same} times already (limits.per_step)"
+        times = "1 time" if same == 1 else f"{same} times"
+        return f"step {view.step_of_failure} was recovered {times} already (limits.per_step)"
     window = limits.per_window
     recent = view.count + sum(p.failures for p in view.history if p.time > view.now - window.seconds)
     if recent > window.failures:
