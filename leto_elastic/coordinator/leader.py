@@ -310,8 +310,9 @@ class Mirror:
         first = [sum(seat.slots for seat in self.seats[:position]) for position in range(len(self.seats))]
         gone = {f.slot for f in failures if f.cause is FailureClass.NODE}
         lost = tuple(p for p, seat in enumerate(self.seats) if gone & set(range(first[p], first[p] + seat.slots)))
-        if lost and self.lost_since is None:
-            self.lost_since = now
+        if lost and self.lost_since is None:  # as it was reported: a change of leaders does not begin the wait anew
+            reported = [f.time for f in failures if f.cause is FailureClass.NODE and f.time > 0.0]
+            self.lost_since = min([now, *reported])
         taken = {seat.node for seat in self.seats}
         spares = sorted((node for node in self._nodes if node not in taken), key=self._created.__getitem__)
         expected = sum(seat.slots for seat in self.seats)

@@ -75,7 +75,7 @@ class Agents:
     def __init__(self, policy: Policy, nodes: str, spares: str, slots: int, step: int, *, shadows: bool) -> None:
         self.policy = policy
         self.step = step
-        self.now = 0.0
+        self.now = 1000.0
         self.etcd = Etcd()
         self.mirror = Mirror(KEYS)
         self.leader = nodes[0]
@@ -182,8 +182,9 @@ class Agents:
         if epoch != self.mirror.epoch or key in self.etcd.entries:
             return False
         record = FailureRecord(
-            rank=death.rank, slot=death.rank, pid=death.pid, cause=death.cause, step=death.step, detail=death.detail
-        )
+            rank=death.rank, slot=death.rank, pid=death.pid, cause=death.cause, step=death.step, time=self.now,
+            detail=death.detail,
+        )  # fmt: skip
         self._tell((key, encode(record)))
         self.told += [] if first is None else [first]
         for agent in list(self.agents.values()):

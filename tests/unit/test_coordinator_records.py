@@ -196,6 +196,18 @@ def test_the_view_that_is_decided_on() -> None:
     assert (view.restarts_left, view.budget, view.history) == (3, 5, ())
 
 
+def test_a_lost_node_is_waited_for_since_it_was_reported_whoever_leads() -> None:
+    etcd = Etcd()
+    start = plan(0, "start")
+    etcd.put((KEYS.start, encode(start)), (KEYS.epoch, b"0"))
+    lost = msgspec.structs.replace(failure(1), cause=FailureClass.NODE, time=100.0)
+    etcd.put((KEYS.failure(0, 1), encode(lost)))
+    for now in (150.0, 160.0, 99.0):  # the last one's clock is behind
+        mirror = Mirror(KEYS)
+        mirror.apply(etcd.snapshot())
+        assert mirror.view(Policy(), 0, now).waited == max(0.0, now - 100.0)
+
+
 def test_a_slot_that_nobody_has_heard_of_is_not_protected() -> None:
     mirror = Mirror(KEYS)
     for batch, _ in history()[:6]:
