@@ -80,6 +80,7 @@ class Agents:
         self.mirror = Mirror(KEYS)
         self.leader = nodes[0]
         self._unheard = False
+        self._held_up: list[tuple[int, Death]] = []
         self.told: list[tuple[str, int | None]] = []
         self.seats = tuple(Seat(node=name, slots=slots, domain=name, place=name) for name in nodes)
         self.code = code_of(policy, self.seats) or (0, 0)
@@ -191,6 +192,12 @@ class Agents:
             self._do(agent, agent.job.failed_elsewhere(epoch, death, self.now))
         return True
 
+    def arrive(self) -> None:
+        """What was held up is heard now, and may be too late."""
+        held_up, self._held_up = self._held_up, []
+        for epoch, death in held_up:
+            self.report(epoch, death)
+
     def decide(self) -> Decision:
         """The leader decides, and writes the plan, of which every node hears."""
         view = self.mirror.view(self.policy, 0, self.now, self.code)
@@ -210,7 +217,7 @@ class Agents:
         for agent in list(self.agents.values()):
             world = World(plan.nodes, position_among(plan.nodes, agent.name), plan.generation)
             told = PlanView(plan.epoch, plan.action, repairs, StoreAddress("h", 1), plan.reason, world, deaths)
-            agent.asked = []  # what was under way is of an older epoch
+            agent.take(Stand)  # of an older epoch
             self._do(agent, agent.job.plan(told, self.now))
         return decision
 
@@ -218,7 +225,8 @@ class Agents:
 
     def go(self, stage: str) -> bool:
         """On to a stage of the way into the present epoch; False when it is not reached."""
-        return all(getattr(self, f"_until_{name}")() for name in STAGES[: STAGES.index(stage) + 1])
+        first = STAGES.index("committed") if self.launched else 0
+        return all(getattr(self, f"_until_{name}")() for name in STAGES[first : STAGES.index(stage) + 1])
 
     @property
     def members(self) -> list[Agent]:
@@ -229,10 +237,10 @@ class Agents:
             for slot in agent.job.slots:
                 if slot.trainer is not None and not slot.trainer.parked and not agent.job._launched:
                     self._do(agent, agent.job.parked(slot.trainer.key, self.now))
-        return all(s.trainer is None or s.trainer.parked for a in self.members for s in a.job.slots) or self._launched
+        return all(s.trainer is None or s.trainer.parked for a in self.members for s in a.job.slots)
 
     @property
-    def _launched(self) -> bool:
+    def launched(self) -> bool:
         return all(agent.job._launched and not agent.job._aborted for agent in self.members)
 
     def _until_standing(self) -> bool:
@@ -240,7 +248,7 @@ class Agents:
             for action in agent.take(Stand):
                 assert isinstance(action, Stand)
                 agent.asked.append(Say(action.epoch, "standing"))
-        return self._said("standing") or self._launched
+        return self._said("standing")
 
     def _said(self, stage: str) -> bool:
         return all(agent.job._stood if stage == "standing" else agent.job._readied for agent in self.members) and len(
@@ -286,11 +294,11 @@ class Agents:
             return False
         for agent in self.members:
             self._do(agent, agent.job.all_ready(agent.job.epoch, self.now))
-        return self._launched
+        return self.launched
 
     def _until_committed(self) -> bool:
         """Everyone commits the step, and shadows are started where they are missing."""
-        if not self._launched:
+        if not self.launched:
             return False
         self.step += 1
         for agent in self.members:
@@ -326,6 +334,7 @@ class Agents:
                 line, rank = self.told.pop()
                 if self._unheard:
                     self.told.append((line.replace("reports", "reports, not heard yet"), rank))
+                    self._held_up.append((epoch, death))
                     return
                 if self.report(epoch, death, first=(line, rank)):
                     return
