@@ -264,17 +264,12 @@ def _what(failure: Failure) -> str:
 
 def _common_error(view: JobView) -> str | None:
     """The error that every rank of the world raised in this step, now or when it was run before; None: none."""
-    raised = [f for f in view.alone if f.cause is FailureClass.EXCEPTION and f.digest]
-    for failure in raised:
-        alike = {f.rank for f in raised if f.digest == failure.digest and f.step == failure.step}
-        alike |= {
-            cause.rank
-            for past in view.history
-            for cause in past.causes
-            if cause.digest == failure.digest and cause.step == failure.step
-        }
+    details = {(f.digest, f.step): f.detail for f in view.alone if f.cause is FailureClass.EXCEPTION and f.digest}
+    told: list[_Told] = [cause for past in view.history for cause in past.causes]
+    for (digest, step), detail in details.items():
+        alike = {one.rank for one in [*told, *view.alone] if one.digest == digest and one.step == step}
         if 1 < view.size <= len(alike):
-            return f"every rank raised the same error in step {failure.step}: {failure.detail or failure.digest}"
+            return f"every rank raised the same error in step {step}: {detail or digest}"
     return None
 
 
