@@ -15,7 +15,7 @@ from typing import Any, Protocol
 from leto_elastic.coordinator.coordinator import MakeStore
 from leto_elastic.launch.actions import Death
 from leto_elastic.launch.world import PlanView, World
-from leto_elastic.recovery.ladder import Failure, JobView, PastRecovery, ShadowState, decide
+from leto_elastic.recovery.ladder import Failure, JobView, PastRecovery, ShadowState, decide, remember
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
 
@@ -144,7 +144,7 @@ class Alone:
         )
         decision = decide(self._policy, view)
         self._epoch += 1
-        self._history.append(PastRecovery(self._epoch, view.step_of_failure, now, len(deaths)))
+        self._history.append(remember(view, decision))
         host, port = await self._make_store(self._epoch)
         repairs = {repair.slot: repair.action for repair in decision.repairs}
         action: Any = decision.action

@@ -254,7 +254,7 @@ class Job:
 
     def _standby_gone(self, slot: Slot, member: Member, code: int, noticed: float) -> list[Action]:
         if slot.awaiting:
-            return self._trainer_gone(slot, slot.mourn(member, code), noticed, noticed)
+            return [Publish(slot.index), *self._trainer_gone(slot, slot.mourn(member, code), noticed, noticed)]
         return [Publish(slot.index), *standbys.died(slot, member, code), *self.shadows_wanted()]
 
     def shadows_wanted(self) -> list[Action]:

@@ -68,6 +68,7 @@ class Deadlines(Section, frozen=True):
     plan: Seconds = 30.0
     rebuild: Seconds = 30.0
     attach: Seconds = 30.0
+    connect: Seconds = 5.0
     respawn: Seconds = 120.0
     meet: Seconds = 600.0
     replace: Seconds = 600.0
@@ -99,6 +100,7 @@ _ORDER = (
     ("respawn", "collective", "a collective must outlast a recovery elsewhere"),
     ("replace", "collective", "a collective must outlast a recovery elsewhere"),
     ("restore", "collective", "a collective must outlast a recovery elsewhere"),
+    ("connect", "restore", "keepers connect to each other while state is restored"),
 )
 
 
@@ -237,6 +239,31 @@ class Policy(Section, frozen=True):
                 "coordinator.collect_ms",
                 "deadlines.plan",
             )
+        if self.coordinator.lease >= self.deadlines.plan:
+            raise PolicyError(
+                f"coordinator.lease ({self.coordinator.lease} s) must be below deadlines.plan "
+                f"({self.deadlines.plan:g} s): survivors wait for the plan while a silent node is missed by its lease",
+                "coordinator.lease",
+                "deadlines.plan",
+            )
+        self._check_hangs()
+
+    def _check_hangs(self) -> None:
+        """Who waits in a collective for a rank that hangs must not be the one that fails."""
+        collective, hang = self.deadlines.collective, self.hang
+        for key, seconds, within, how in (
+            ("min", hang.min, hang.min < collective, "be below"),
+            ("first", hang.first, hang.first <= collective, "not be above"),
+            ("heartbeat", hang.heartbeat, hang.heartbeat < collective, "be below"),
+        ):
+            if not within:
+                raise PolicyError(
+                    f"deadlines out of order: hang.{key} ({seconds:g} s) must {how} deadlines.collective "
+                    f"({collective:g} s): a collective must outlast the detection of a hang, or those that wait for "
+                    "the hung rank are what fails",
+                    f"hang.{key}",
+                    "deadlines.collective",
+                )
 
     def encode(self) -> bytes:
         """As msgpack, for another process."""
