@@ -27,7 +27,7 @@ from leto_elastic.coordinator.schema import (
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.coordinator.stubs import grpc
 from leto_elastic.errors import ConfigError, LetoError
-from leto_elastic.recovery.ladder import Decision, PastRecovery, Repair
+from leto_elastic.recovery.ladder import Cause, Decision, PastRecovery, Repair
 from leto_elastic.recovery.policy import FailureClass, Limits, Policy
 
 KEYS = Keys("job")
@@ -226,7 +226,7 @@ def test_our_own_plan_and_the_watch_that_reports_it_later_are_the_same() -> None
     mirror.apply(steps[6][0])
     mirror.apply(steps[7][0])
     assert list(mirror.failures) == [0]
-    assert mirror.history == [PastRecovery(1, 7, 1.0, 1)]
+    assert mirror.history == [PastRecovery(1, 7, 1.0, 1, (Cause(0, FailureClass.EXIT, 7, "promote"),))]
     assert mirror.view(Policy(limits=Limits(per_job=5)), 0, 0.0).budget == 4
 
 
