@@ -199,6 +199,8 @@ def main() -> None:
                 hold(leto.run_dir(), hold_count)
             if trouble.at("pass", step):
                 continue
+            if not step.rehearsal:
+                faults.point("body", step.number)
             ids, x, y = step.batch
             samples.noted = ids.tolist()
             if not step.rehearsal:
