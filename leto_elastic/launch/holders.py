@@ -16,6 +16,7 @@ def surrender(member: Member) -> list[Action]:
 
 def goes_on(member: Member, epoch: int) -> None:
     """A trainer is given the plan of `epoch`, to go on with; what it held is forgotten."""
-    member.planned = epoch
-    member.parked = member.held = member.oom = False
-    member.failing = None
+    member.planned, member.parked = epoch, False
+    if member.held:
+        member.held = member.oom = False
+        member.failing = None

@@ -152,7 +152,7 @@ class Job:
             return []
         if slot.standby is member:
             slot.standby = None
-            return self._standby_gone(slot, member, code, noticed)
+            return self._standby_gone(slot, member, code, noticed) if self.ending is None else []
         if slot.trainer is member:
             slot.trainer = None
         if self.ending is not None:

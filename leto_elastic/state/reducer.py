@@ -1,23 +1,20 @@
 """DDP's reducer after an exception out of a backward pass.
 
-It is left half-way: it refuses the next forward ("Expected to have finished reduction in the prior iteration"). torch
-can reset it, and with that forgets that its buckets have been rebuilt in the order in which gradients arrive; it would
-do so once more before the forward after the next backward, with a broadcast, which the other ranks do not enter. The
-buckets stay as they are until then. So just before that forward they are rebuilt here, alone, by a broadcast to
-nobody, and must come out as they were.
+It is left half-way, and refuses the next forward ("Expected to have finished reduction in the prior iteration"). torch
+can reset it, and with that forgets that its buckets have been rebuilt in the order in which gradients arrive: it would
+do so once more before the forward after the next backward, with a broadcast that the other ranks do not enter. The
+buckets stay as they are until then. So just before that forward they are rebuilt here, by a broadcast to nobody, and
+must come out as they were.
 """
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any, Protocol
 
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from leto_elastic.errors import StateError
-
-_ENGINE = "_engine_run_backward"  # torch.autograd.graph's, through which every backward pass goes
 
 
 class Alone(Protocol):
@@ -26,26 +23,22 @@ class Alone(Protocol):
     loopback: bool
 
 
-def in_backward(error: BaseException) -> bool:
-    """Whether an exception came out of a backward pass."""
-    trace: TracebackType | None = error.__traceback__
-    while trace is not None:
-        if trace.tb_frame.f_code.co_name == _ENGINE:
-            return True
-        trace = trace.tb_next
-    return False
+def forget_backward(module: nn.Module, fabric: Alone) -> None:
+    """Make DDP modules ready for another forward whose backward pass was left half-way.
 
-
-def forget_backward(module: nn.Module, error: BaseException, fabric: Alone) -> None:
-    """Make DDP modules ready for another forward, if the exception left a backward pass of theirs half-way.
-
-    Raises StateError, in that forward's successor, when the buckets cannot be had again as they were.
+    A later forward raises StateError when the buckets cannot be had again as they were.
     """
-    if not in_backward(error):
-        return
     for part in module.modules():
-        if isinstance(part, DistributedDataParallel):
+        if isinstance(part, DistributedDataParallel) and _unfinished(part.reducer):
             _Again(part, fabric)
+
+
+def _unfinished(reducer: Any) -> bool:
+    try:
+        reducer._check_reducer_finalized()
+    except RuntimeError:
+        return True
+    return False
 
 
 class _Again:
@@ -56,7 +49,8 @@ class _Again:
         self._reducer: Any = ddp.reducer
         self._before = _layout(self._reducer)
         self._reducer._reset_state()
-        self._hook = ddp.register_forward_pre_hook(self._rebuild)
+        if ddp.static_graph or not ddp.find_unused_parameters:  # else they are never rebuilt
+            self._hook = ddp.register_forward_pre_hook(self._rebuild)
 
     def _rebuild(self, _module: nn.Module, _args: Any) -> None:
         self._fabric.loopback = True

