@@ -60,9 +60,9 @@ def steps(state: TrainState, *, until: int) -> Iterator[Step]:
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    from leto_elastic.worker import runner, session
+    from leto_elastic.worker import loop, session
 
-    return runner.run(session.current(), state, until)
+    return loop.run(session.current(), state, until)
 
 
 def on_active(function: Callable[[], object]) -> None:

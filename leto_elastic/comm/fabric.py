@@ -80,6 +80,7 @@ class Fabric:
         self.loopback = loopback
         self.tolerant = False
         self.poisoned = False
+        self.spoiled = False  # poisoned, and a collective of this process was lost by it: what it computes is garbage
         self.reason = ""
         self.epoch = -1
         self.unfit: str | None = None  # why the replay failed, for whoever lost the exception on its way
@@ -171,7 +172,7 @@ class Fabric:
             self._refuse_aborted(epoch)
             self.epoch = epoch
             self.loopback = False
-            self.poisoned, self.reason = False, ""
+            self.poisoned, self.spoiled, self.reason = False, False, ""
 
     def _construct(
         self, generation: GlooEpoch, deadline: float, groups: list[LetoGroup], store: tuple[str, int] | None = None
@@ -278,6 +279,7 @@ class Fabric:
         with self._lock:
             if epoch != self.epoch:
                 return
+            self.spoiled = True
             announce = self._aborted < epoch and self._announced < epoch
             self._announced = max(self._announced, epoch) if announce else self._announced
             self.poison(reason)
@@ -286,10 +288,12 @@ class Fabric:
 
     def forgives(self, epoch: int) -> bool:
         """Whether a lost collective of `epoch` has to look finished."""
+        self.spoiled = self.spoiled or epoch == self.epoch
         return epoch == self.epoch and self.tolerant
 
     def error(self, epoch: int) -> CommunicatorLost:
         """What a lost collective of `epoch` raises otherwise."""
+        self.spoiled = True
         reason = self.reason if epoch == self.epoch else "the job has gone on to another epoch"
         return CommunicatorLost(f"the communicator of epoch {epoch} was lost: {reason}")
 

@@ -132,7 +132,10 @@ class Alone:
         view = JobView(
             epoch=self._epoch,
             step_of_failure=max(death.step for death in deaths),
-            failures=tuple(Failure(death.rank, death.rank, death.cause, death.step) for death in deaths),
+            failures=tuple(
+                Failure(death.rank, death.rank, death.cause, death.step, death.held, death.digest, death.detail)
+                for death in deaths
+            ),
             shadows=shadows,
             protected=all(state.protected for state in self._slots.values()),
             leto_job=True,
@@ -149,7 +152,8 @@ class Alone:
         repairs = {repair.slot: repair.action for repair in decision.repairs}
         action: Any = decision.action
         address = StoreAddress(host, port)
-        self._ears.plan_arrived(PlanView(self._epoch, action, repairs, address, decision.reason, self._world))
+        view_of_plan = PlanView(self._epoch, action, repairs, address, decision.reason, self._world, skip=decision.skip)
+        self._ears.plan_arrived(view_of_plan)
 
     def say(self, epoch: int, stage: str, payload: bytes) -> None:
         asyncio.get_running_loop().call_soon(self._ears.met, epoch, stage, {0: payload})

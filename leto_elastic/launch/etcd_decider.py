@@ -134,6 +134,8 @@ class EtcdDecider:
             chunk=death.chunk,
             time=time.time(),
             detail=death.detail,
+            held=death.held,
+            digest=death.digest,
         )
         assert self._coordinator is not None
         # A stale report needs nothing: the plan that made it stale does not cover the death, which the job notices.
@@ -243,7 +245,7 @@ class EtcdDecider:
         world = World(plan.nodes, position_among(plan.nodes, self._id), plan.generation)
         deaths = tuple(_death(failure) for failure in plan.failures)
         store = StoreAddress(plan.store_host, plan.store_port)
-        return PlanView(plan.epoch, plan.action, repairs, store, plan.reason, world, deaths)
+        return PlanView(plan.epoch, plan.action, repairs, store, plan.reason, world, deaths, plan.skip)
 
     # ---- tasks
 
@@ -266,4 +268,4 @@ class EtcdDecider:
 def _death(record: FailureRecord) -> Death:
     """The record of a failure as the agent that saw it had it, but for the exit code."""
     r = record
-    return Death(r.rank, r.slot, r.pid, 0, r.cause, r.step, r.phase, r.chunk, r.detail)
+    return Death(r.rank, r.slot, r.pid, 0, r.cause, r.step, r.phase, r.chunk, r.detail, r.held, r.digest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
@@ -56,6 +57,11 @@ class Member:
     dismissed: bool = False  # killed because memory was short
     attached: int = -1  # version of the manifest it was given
     failing: str | None = None
+    oom: bool = False  # what it is failing with is want of memory
+    held: bool = False  # it is alive and holds what it is failing with
+    surrendered: bool = False  # and was told to end by it
+    quitting: str | None = None  # it ends in a way that is not to be repaired
+    planned: int = -1  # newest epoch that it was given a plan of
 
 
 @dataclass
@@ -106,8 +112,8 @@ class Slot:
         words, header.last_words = header.last_words, 0.0
         return min(words, noticed)
 
-    def mourn(self, member: Member, code: int) -> Death:
-        """The record of a trainer's end."""
+    def mourn(self, member: Member, code: int, *, held: bool = False) -> Death:
+        """The record of a trainer's end; `held`: it has not ended, and holds an exception."""
         position = self.position()
         verdict, self.verdict = self.verdict, None
         detail, self.detail = self.detail or member.failing or "", ""
@@ -117,6 +123,8 @@ class Slot:
             cause = FailureClass.STATE
         elif code < 0:
             cause = FailureClass.SIGNAL
+        elif member.oom:
+            cause = FailureClass.OOM
         else:
             cause = FailureClass.EXCEPTION if member.failing is not None else FailureClass.EXIT
         return Death(
@@ -129,4 +137,10 @@ class Slot:
             phase=position.phase.name.lower() if position else "setup",
             chunk=position.chunk if position else 0,
             detail=detail,
+            held=held,
+            digest=_digest(member.failing) if member.failing is not None and code >= 0 else "",
         )
+
+
+def _digest(reason: str) -> str:
+    return hashlib.blake2b(reason.encode(), digest_size=8).hexdigest()

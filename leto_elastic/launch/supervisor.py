@@ -38,6 +38,7 @@ from leto_elastic.observe import report
 from leto_elastic.observe.events import EventLog
 
 _GAUGE_SECONDS = 1.0
+_NOT_AVAILABLE = "N/A"  # torch's path of an error file that is not there
 
 T = TypeVar("T")
 
@@ -308,8 +309,9 @@ class Supervisor:
         self.do(self._job.exited(key, end.code, end.noticed))
         assert self._logs is not None
         if trainer and not slot.done:
-            self._failures.pop(slot.rank, None)
-            self._failures[slot.rank] = _process_failure(slot.index, pid, end.code, self._logs.error_file(slot.index))
+            failure = _process_failure(slot.index, pid, end.code, self._logs.error_file(slot.index))
+            known = self._failures.pop(slot.rank, failure)  # the first traceback is the one to show
+            self._failures[slot.rank] = failure if known.error_file in ("", _NOT_AVAILABLE) else known
         if not self._job.over:
             self._logs.forget_error(slot.index)
 
@@ -385,6 +387,12 @@ class Supervisor:
                 self.do(job.finish(key))
             case wire.Failing():
                 job.failing(key, message.reason)
+            case wire.Raised():
+                self.do(job.raised(key, message, now))
+            case wire.Quitting():
+                job.quitting(key, message.reason)
+            case wire.Skipped():
+                self.do(job.skipped(message.step, message.reason))
             case wire.Suspect():
                 fields = {"rank": job.slots[member.slot].rank, "epoch": message.epoch, "reason": message.reason}
                 self._events.write("suspect", **fields)
@@ -441,7 +449,7 @@ class Supervisor:
     def ended(self, reason: str | None) -> None:
         if self._early is not None:
             self._early.append(lambda: self.ended(reason))
-        elif not self._job.over and (reason is not None or self._job.spare):
+        elif not self._job.over and self._job.ending is None and (reason is not None or self._job.spare):
             self.do([act.End(None if reason is None else f"another node ended the job: {reason}")])
 
     async def _make_store(self, _epoch: int, fresh: bool = False) -> tuple[str, int]:
@@ -483,6 +491,9 @@ class Supervisor:
                 self._crew.deadline(action.key, self._respawn_deadline(lost))
             case act.Kill():
                 self._crew.signal(action.key, signal.SIGKILL)
+            case act.Surrender():
+                self._crew.send(action.key, wire.Surrender())
+                self._crew.deadline(action.key, self._policy.deadlines.shutdown)
             case act.Welcome():
                 self._greet(self._job.members[action.key])
             case act.Recall():

@@ -54,7 +54,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """Of a plan, what an agent needs. `repairs`: action by rank; `deaths`: what it covers."""
+    """Of a plan, what an agent needs. `repairs`: action by rank; `deaths`: what it covers; `skip`: see `wire.Plan`."""
 
     epoch: int
     action: Literal["start", "repair", "restart", "finish", "fail"]
@@ -63,6 +63,7 @@ class PlanView:
     reason: str
     world: World = field(default_factory=lambda: World.alone(0))
     deaths: tuple[Death, ...] = ()
+    skip: int = -1
 
 
 def code_of(policy: Policy, seats: Sequence[Seat]) -> tuple[int, int] | None:

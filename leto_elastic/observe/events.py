@@ -35,6 +35,7 @@ EVENTS: Mapping[str, frozenset[str]] = {
     ),
     "replaced": frozenset({"rank", "slot", "pid"}),
     "suspect": frozenset({"rank", "epoch", "reason"}),
+    "skipped": frozenset({"step", "reason", "total"}),
     "restart": frozenset({"reason"}),
     "spare": frozenset({"slots"}),
     "fenced": frozenset({"reason"}),

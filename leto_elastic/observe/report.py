@@ -55,6 +55,11 @@ def _replaced(event: _Event) -> str:
     return f"rank {event.get('rank')} was replaced after its last step by process {event.get('pid')}"
 
 
+def _skipped(event: _Event) -> str:
+    total = _count(event.get("total"), "step")
+    return f"step {event.get('step')} was stepped over: {event.get('reason')} ({total} so far)"
+
+
 def _restart(event: _Event) -> str:
     return f"restarting all workers: {event.get('reason')}"
 
@@ -87,6 +92,7 @@ _WRITERS: Mapping[str, Callable[[_Event], str]] = {
     "restart": _restart,
     "restored": _restored,
     "shadow_given_up": _given_up,
+    "skipped": _skipped,
     "shadow_unfit": _unfit,
     "spare": _spare,
 }

@@ -33,6 +33,7 @@ class Session:
         self.welcome = self.link.welcome
         complete_environment(os.environ, self.welcome)
         self.generation = self.welcome.generation
+        self.skip = -1  # the step to step over, by the plan of this epoch
         self.rank = self.welcome.rank
         self.policy = Policy.decode(self.welcome.policy)
         self.shadow = self.welcome.role == "shadow"
@@ -145,7 +146,7 @@ class Session:
             if plan.store.port == 0:
                 return None
             self.mark("plan")
-            self.generation = plan.generation
+            self.generation, self.skip = plan.generation, plan.skip
             try:
                 self.faults.at("rebuild", step)
                 self._connect(plan.epoch, plan.store)

@@ -73,6 +73,31 @@ class Samples:
         self.steps += 1
 
 
+class Trouble:
+    """What goes wrong in a step, on one rank or all, every time that it is run.
+
+    bug, exit, leave, interrupt: NameError, SystemExit(3), SystemExit(0), KeyboardInterrupt, after the backward;
+    nan: gradients that are not numbers; idle: no `optimizer.step()`; pass: nothing is done at all.
+    """
+
+    def __init__(self, text: str, rank: int) -> None:
+        self.kind, who, step = text.split(":")
+        self.step = int(step) if who in ("all", str(rank)) else -1
+
+    def at(self, kind: str, step: Any) -> bool:
+        return kind == self.kind and step.number == self.step and not step.rehearsal
+
+    def strike(self, step: Any) -> None:
+        raises: dict[str, BaseException] = {
+            "bug": NameError("name 'lr' is not defined"),
+            "exit": SystemExit(3),
+            "leave": SystemExit(0),
+            "interrupt": KeyboardInterrupt(),
+        }
+        if self.kind in raises and self.at(self.kind, step):
+            raise raises[self.kind]
+
+
 def build(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(1)
     width = WIDTH
@@ -133,6 +158,7 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--evaluate", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="shortest seconds a step takes")
+    parser.add_argument("--trouble", default="none:all:-1", help="KIND:RANK:STEP, see `Trouble`")
     args = parser.parse_args()
 
     leto.init()
@@ -165,11 +191,16 @@ def main() -> None:
 
     if args.evaluate:
         state.every(args.evaluate, evaluate)
+    trouble = Trouble(args.trouble, rank)
     for step in leto.steps(state, until=args.steps):
         began = time.monotonic()
         with step:
             if step.number == hold_step and not step.rehearsal:
                 hold(leto.run_dir(), hold_count)
+            if trouble.at("pass", step):
+                continue
+            if not step.rehearsal:
+                faults.point("body", step.number)
             ids, x, y = step.batch
             samples.noted = ids.tolist()
             if not step.rehearsal:
@@ -184,8 +215,14 @@ def main() -> None:
                     (model(x[part]) - y[part]).square().mean().backward()
                 if not last and not step.rehearsal:
                     faults.point("micro", step.number)
+            trouble.strike(step)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            if trouble.at("nan", step):
+                for param in model.parameters():
+                    assert param.grad is not None
+                    (param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad).fill_(float("nan"))
+            if not trouble.at("idle", step):
+                optimizer.step()
             optimizer.zero_grad()
             if args.pace and not step.rehearsal:
                 select.select([], [], [], max(0.0, began + args.pace - time.monotonic()))
