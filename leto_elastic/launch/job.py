@@ -537,9 +537,9 @@ class Job:
             return [event, *self._end(f"rank {slot.rank} cannot be replaced: {reason}")]
         return [event, Publish(slot.index)]
 
-    def failing(self, key: int, reason: str) -> None:
-        """A process is about to end by an exception."""
-        self.members[key].failing = reason
+    def failing(self, key: int, reason: str, *, oom: bool = False) -> None:
+        """A process is about to end by an exception; `oom`: one that tells of want of memory."""
+        self.members[key].failing, self.members[key].oom = reason, oom
 
     def finish(self, key: int) -> list[Action]:
         """A trainer has left the loop, so the training is over on all ranks, also on those that died in its barrier."""

@@ -56,6 +56,7 @@ class Member:
     dismissed: bool = False  # killed because memory was short
     attached: int = -1  # version of the manifest it was given
     failing: str | None = None
+    oom: bool = False  # what it is failing with is want of memory
 
 
 @dataclass
@@ -106,6 +107,12 @@ class Slot:
         words, header.last_words = header.last_words, 0.0
         return min(words, noticed)
 
+    def killed_for_memory(self, member: Member, told: str) -> None:
+        """The end of a process of this slot, which is about to be dealt with, was the kernel's doing."""
+        member.dismissed = True
+        if member is self.trainer or self.awaiting:
+            self.verdict, self.detail = FailureClass.OOM, told
+
     def mourn(self, member: Member, code: int) -> Death:
         """The record of a trainer's end."""
         position = self.position()
@@ -117,6 +124,8 @@ class Slot:
             cause = FailureClass.STATE
         elif code < 0:
             cause = FailureClass.SIGNAL
+        elif member.oom:
+            cause = FailureClass.OOM
         else:
             cause = FailureClass.EXCEPTION if member.failing is not None else FailureClass.EXIT
         return Death(

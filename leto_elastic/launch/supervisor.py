@@ -25,6 +25,7 @@ from leto_elastic.launch.deciding import Decider, SlotState
 from leto_elastic.launch.forker import Forker
 from leto_elastic.launch.job import Job
 from leto_elastic.launch.logs import Logs, open_shadow_log
+from leto_elastic.launch.oom import OomWatch
 from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
 from leto_elastic.launch.protection import Protection
@@ -77,6 +78,7 @@ class Supervisor:
         self._protection = protection
         memory = memory or Memory()
         self._gauge = MemoryGauge(self._policy.shadow, memory)
+        self._oom = OomWatch(memory)
         self._held = [Segments(slot, memory) for slot in range(settings.slots)]
         self._stores = Stores(self._policy.deadlines.collective, settings.address)
         self._forker = forker or Forker(self._policy.deadlines.start)
@@ -283,6 +285,7 @@ class Supervisor:
 
     def process_started(self, key: int, pid: int) -> None:
         slot, kind = self._spawning.pop(key)
+        self._oom.joined(pid)
         job = self._job
         if job.over:
             self._crew.signal(key, signal.SIGKILL)
@@ -301,11 +304,16 @@ class Supervisor:
 
     def process_exited(self, key: int, pid: int, end: Exit) -> None:
         member = self._job.members.get(key)
+        killed = self._oom.ended(pid, end.code, time.monotonic())
         if member is None or self._job.over:
             return
         slot = self._job.slots[member.slot]
         trainer = member.kind == "trainer"
+        if killed is not None:
+            slot.killed_for_memory(member, killed)
         self.do(self._job.exited(key, end.code, end.noticed))
+        if (killed is not None or member.oom) and not self._job.over:
+            self.do(self._job.memory(self._gauge.hit(time.monotonic())))
         assert self._logs is not None
         if trainer and not slot.done:
             self._failures.pop(slot.rank, None)
@@ -316,6 +324,7 @@ class Supervisor:
     def process_greeted(self, key: int) -> None:
         member = self._job.members.get(key)
         if member is not None:
+            self._oom.joined(member.pid)
             self._job.greeted(key)
             if member.kind == "trainer" or self._job.slots[member.slot].record is not None:
                 self._greet(member)
@@ -384,7 +393,7 @@ class Supervisor:
             case wire.Finished():
                 self.do(job.finish(key))
             case wire.Failing():
-                job.failing(key, message.reason)
+                job.failing(key, message.reason, oom=message.oom)
             case wire.Suspect():
                 fields = {"rank": job.slots[member.slot].rank, "epoch": message.epoch, "reason": message.reason}
                 self._events.write("suspect", **fields)
@@ -451,6 +460,7 @@ class Supervisor:
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(_GAUGE_SECONDS, self._tick)
         self._together.look_around(self._policy.deadlines.replace)
+        self._oom.look(time.monotonic())
         if self._job.protected and not self._job.over:
             self.do(self._job.memory(self._gauge.short(time.monotonic())))
 

@@ -9,6 +9,7 @@ from leto_elastic import wire
 from leto_elastic.errors import StateError
 from leto_elastic.state import layout, pack
 from leto_elastic.state.layout import Manifest
+from leto_elastic.worker.memory import is_out_of_memory
 from leto_elastic.worker.session import Session
 
 log = logging.getLogger(__name__)
@@ -61,4 +62,5 @@ class Reports:
 
     def failing(self, step: int, error: BaseException) -> None:
         """This process is about to end by an exception."""
-        self._session.link.send(wire.Failing(step=step, reason=f"{type(error).__name__}: {error}"[:2000]))
+        reason = f"{type(error).__name__}: {error}"[:2000]
+        self._session.link.send(wire.Failing(step=step, reason=reason, oom=is_out_of_memory(error)))
