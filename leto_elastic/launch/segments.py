@@ -8,6 +8,7 @@ step. What is left is asked of the kernel first, because a cgroup's limit is not
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -132,6 +133,7 @@ class Segments:
 
     slot: int
     memory: Memory
+    make: Callable[[int, str], int] | None = None  # (slot, name) -> a file instead of a memfd; may raise OSError
     fds: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     header: Header | None = None
@@ -152,7 +154,10 @@ class Segments:
                 f"{room.available / MIB:.1f} of {room.total / MIB:.1f} MiB left; use a smaller model, fewer processes "
                 "or more memory"
             )
-        fd = os.memfd_create(f"leto-{self.slot}-{name}", os.MFD_CLOEXEC)
+        if self.make is None:
+            fd = os.memfd_create(f"leto-{self.slot}-{name}", os.MFD_CLOEXEC)
+        else:
+            fd = self.make(self.slot, name)
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:

@@ -29,6 +29,7 @@ from leto_elastic.launch.oom import OomWatch
 from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
 from leto_elastic.launch.protection import Protection
+from leto_elastic.launch.retention import Retention
 from leto_elastic.launch.segments import Memory, MemoryGauge, Segments
 from leto_elastic.launch.slots import Blob, Member
 from leto_elastic.launch.stores import Stores
@@ -58,6 +59,7 @@ class Supervisor:
         forker: starts processes.
         memory: says how much memory is left.
         protection: of the state against lost memory, in a job of several nodes.
+        retention: of the state in files; None keeps it in this process's memory.
     """
 
     def __init__(
@@ -69,6 +71,7 @@ class Supervisor:
         forker: Forker | None = None,
         memory: Memory | None = None,
         protection: Protection | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._settings = settings
         self._policy = settings.policy
@@ -79,7 +82,9 @@ class Supervisor:
         memory = memory or Memory()
         self._gauge = MemoryGauge(self._policy.shadow, memory)
         self._oom = OomWatch(memory)
-        self._held = [Segments(slot, memory) for slot in range(settings.slots)]
+        self._retention = retention
+        make = retention.make if retention is not None else None
+        self._held = [Segments(slot, memory, make) for slot in range(settings.slots)]
         self._stores = Stores(self._policy.deadlines.collective, settings.address)
         self._forker = forker or Forker(self._policy.deadlines.start)
         self._failures: dict[int, ProcessFailure] = {}
@@ -158,6 +163,8 @@ class Supervisor:
                 await self._stop(signal.SIGTERM)
                 self._end_attempt()
                 self._attempt += 1
+                if self._retention is not None:
+                    self._retention.begin()
                 self.emit("restart", {"reason": str(why), "attempt": self._attempt})
                 self._over = self._loop.create_future()
             except Interrupted as signalled:
@@ -186,6 +193,8 @@ class Supervisor:
         if job.spare:
             self.emit("spare", {"slots": len(job.slots)})
             self.do(job.shadows_wanted())
+        elif self._retention is not None and self._attempt == 0 and (found := self._retention.take()) is not None:
+            self.do(found.into(job, self._held, self._store, str(self._retention.path)))
         else:
             self.do([act.Spawn(slot.index, "trainer") for slot in job.slots])
         self._logs.start()
@@ -219,6 +228,8 @@ class Supervisor:
         finally:
             self._loop.set_exception_handler(None)
             self._together.close()
+            if self._retention is not None:
+                self._retention.end(self._job, succeeded=bool(succeeded))
             self._end_attempt()
             self._crew.close()
             self._stores.close()
@@ -369,12 +380,16 @@ class Supervisor:
                 record = Blob(fds.pop(), message.size)
                 if self._protection is not None:
                     self._protection.recorded(job.slots[member.slot].rank, record)
+                if self._retention is not None:
+                    self._retention.keep(member.slot, "record", record)
                 self.do(job.recorded(key, record))
             case wire.Manifest():
                 self._keep(job.slots[member.slot].manifest, fds)
                 manifest = Blob(fds.pop(), message.size, message.version)
                 if self._protection is not None:
                     self._protection.laid_out(job.slots[member.slot].rank, manifest, self._held[member.slot])
+                if self._retention is not None:
+                    self._retention.keep(member.slot, "manifest", manifest)
                 self.do(job.laid_out(key, manifest))
             case wire.Stepped() | wire.Due():
                 if self._protection is not None:

@@ -333,6 +333,7 @@ class Runner:
 
     def _publish(self) -> None:
         self._reports.manifest(self.retained.manifest)
+        self.retained.header.layout = self.retained.manifest.version
 
     # ---- between steps
 
