@@ -40,6 +40,7 @@ from leto_elastic.launch.actions import Action, Emit
 from leto_elastic.launch.job import Job
 from leto_elastic.launch.segments import HEADER, Segments
 from leto_elastic.launch.slots import Blob
+from leto_elastic.protect.checksum import checksum_at
 from leto_elastic.recovery.resolution import resolve
 from leto_elastic.state import layout
 from leto_elastic.state.header import HEADER_BYTES, Header, Phase, Position
@@ -204,7 +205,7 @@ class Retention:
             except msgspec.DecodeError as error:
                 raise StateError(f"the layout of slot {slot} cannot be read: {error}") from error
             try:
-                check(manifest, segments[slot])
+                check(manifest, segments[slot], checksum_at)
             except StateError as error:
                 raise StateError(f"slot {slot}: {error}") from error
         step = resolve(known).step

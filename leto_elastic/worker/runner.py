@@ -44,7 +44,7 @@ from leto_elastic.worker import fault_hooks
 from leto_elastic.worker.protection import Protection, Words, words_of
 from leto_elastic.worker.reports import Reports
 from leto_elastic.worker.sections import no_trace, start_of
-from leto_elastic.worker.session import Session
+from leto_elastic.worker.session import Session, checksum_by
 from leto_elastic.worker.step import Step
 
 log = logging.getLogger(__name__)
@@ -101,6 +101,7 @@ class Runner:
             chunk_bytes=self.session.policy.state.chunk_bytes,
             snapshots=protect,
             replicas=replicas(model, model.parameters(), self.session.rank) if protect else (),
+            checksum=checksum_by(self.session.policy),
         )
         self.retained.extras.write(0, data)
         self.retained.header.epoch = self.session.fabric.epoch
@@ -291,6 +292,8 @@ class Runner:
             function()
         if state.scheduler is not None:
             state.scheduler.step()
+        if state.once and retained.sums is not None:
+            retained.sums.retouched(self.step + 1)
         self.transaction.drop_gradients(check=in_body and self._commits < 2)
         following = self.step + 1
         first = self._commits == 0
