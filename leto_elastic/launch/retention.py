@@ -83,6 +83,7 @@ class Found:
             segments.fds.update(fds)
             segments.sizes.update({name: os.fstat(fd).st_size for name, fd in fds.items()})
             segments.header = Header(fds[HEADER])
+            segments.header.last_words = 0.0  # of a process of that agent
             slot.record, slot.manifest = self.records[slot.index], self.manifests[slot.index]
         event = Emit("resumed", {"step": self.step, "slots": len(job.slots), "dir": where, "agent": self.pid})
         return [event, *job.resume(store, time.monotonic())]

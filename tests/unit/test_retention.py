@@ -10,17 +10,19 @@ from pathlib import Path
 import pytest
 
 from leto_elastic.errors import ConfigError, StateError
-from leto_elastic.launch.actions import Emit, Publish, Spawn
+from leto_elastic.launch.actions import Action, Emit, HandOver, Publish, Report, Send, Spawn
 from leto_elastic.launch.job import Job
 from leto_elastic.launch.retention import Found, Retention
 from leto_elastic.launch.segments import Memory, Segments
 from leto_elastic.launch.slots import Blob
+from leto_elastic.launch.world import PlanView
 from leto_elastic.protect.checksum import checksum_at
 from leto_elastic.state.header import Phase, Position
 from leto_elastic.state.layout import encode
 from leto_elastic.state.retained import Retained
 from leto_elastic.state.transaction import Transaction
-from leto_elastic.wire import StoreAddress
+from leto_elastic.wire import Committed, Promote, StoreAddress
+from tests.unit.test_launch_job import FakeHeld, of
 from tests.unit.test_transaction import OPTIMIZERS, build, gradients, groups
 
 SLOTS = 2
@@ -215,3 +217,46 @@ def test_an_agent_that_ends_before_it_has_looked_leaves_everything(tmp_path: Pat
     shelf = left(tmp_path, 4, 4)
     shelf.end(Job([Segments(0, Memory())], shadows=True, restarts_left=0), succeeded=False)
     assert (shelf.path / "1.weights.segment").exists()
+
+
+class Resumed:
+    """A job that goes on from the state of another agent, its processes started but not ready."""
+
+    def __init__(self) -> None:
+        self.job = Job([FakeHeld(), FakeHeld()], shadows=True, restarts_left=0)
+        for slot in self.job.slots:
+            slot.record, slot.manifest = Blob(1, 1), Blob(2, 1, version=4)
+        self.job.resume(STORE, 1.0)
+        for slot in (0, 1):
+            self.start(slot, slot)
+
+    def start(self, key: int, slot: int) -> None:
+        self.job.started(key, slot, "respawn", 100 + key)
+        self.job.greeted(key)
+
+    def ready(self, key: int) -> list[Action]:
+        assert of(Send, self.job.rehearsed(key))
+        return self.job.ready(key, 2.0)
+
+
+def test_all_are_promoted_together_into_the_first_epoch() -> None:
+    told = Resumed()
+    assert of(HandOver, told.ready(0)) == []
+    handed = of(HandOver, told.ready(1))
+    assert handed == [HandOver(0, Promote(0, 4, STORE)), HandOver(1, Promote(0, 4, STORE))]
+    for key in (0, 1):
+        actions = told.job.committed(key, Committed(0, 5, "rerun", {}), 3.0)
+    (event,) = of(Emit, actions)
+    assert (event.event, event.fields["ranks"], event.fields["action"]) == ("recovery", [0, 1], "adopt")
+    assert of(Spawn, actions) == [Spawn(0, "shadow"), Spawn(1, "shadow")]
+
+
+def test_one_that_dies_on_the_way_is_a_failure_of_its_rank() -> None:
+    told = Resumed()
+    told.ready(0)
+    (report,) = of(Report, told.job.exited(1, -9, 2.0))
+    assert (report.epoch, report.death.rank) == (0, 1)
+    plan = PlanView(1, "repair", {1: "respawn"}, STORE, "")
+    assert of(Spawn, told.job.plan(plan, 3.0)) == [Spawn(1, "respawn")]
+    told.start(2, 1)
+    assert [action.message.epoch for action in of(HandOver, told.ready(2))] == [1, 1]
