@@ -9,7 +9,6 @@ so nothing younger than `YOUNG` seconds counts as left unless it says whose it i
 from __future__ import annotations
 
 import os
-import shutil
 import socket
 import stat
 import time
@@ -73,7 +72,7 @@ def remove(leftover: Leftover) -> bool:
     lock = retention.lock_of(path)
     if lock is None:
         return False
-    shutil.rmtree(path)
+    retention.remove(path)
     os.close(lock)
     return True
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import fcntl
 import hashlib
 import os
-import shutil
+import signal
 import stat
 import struct
 import sys
@@ -75,8 +75,9 @@ class Found:
     manifests: tuple[Blob, ...]
     step: int
     pid: int  # of the agent that began it
+    where: str
 
-    def into(self, job: Job, held: Sequence[Segments], store: StoreAddress, where: str) -> list[Action]:
+    def into(self, job: Job, held: Sequence[Segments], store: StoreAddress) -> list[Action]:
         """Let a job that has not begun go on from here; the descriptors are its own from now on."""
         for slot, segments in zip(job.slots, held, strict=True):
             fds = self.segments[slot.index]
@@ -85,7 +86,7 @@ class Found:
             segments.header = Header(fds[HEADER])
             segments.header.last_words = 0.0  # of a process of that agent
             slot.record, slot.manifest = self.records[slot.index], self.manifests[slot.index]
-        event = Emit("resumed", {"step": self.step, "slots": len(job.slots), "dir": where, "agent": self.pid})
+        event = Emit("resumed", {"step": self.step, "slots": len(job.slots), "dir": self.where, "agent": self.pid})
         return [event, *job.resume(store, time.monotonic())]
 
 
@@ -112,7 +113,7 @@ class Retention:
         self._owner = Owner(FORMAT, run_id, slots, os.geteuid(), os.getpid())
         self._patience = patience
         self._taken = False  # what is there is this job's
-        self._lock: int | None = _locked(self.path, run_id)
+        self._lock: int | None = _locked(self.path, run_id, patience)
 
     # ---- at the start
 
@@ -217,6 +218,7 @@ class Retention:
             tuple(_blob(data, version) for data, version in zip(blobs["manifest"], versions, strict=True)),
             step,
             owner.pid,
+            str(self.path),
         )
 
     def _has(self, slot: int, kind: str) -> bool:
@@ -236,8 +238,11 @@ class Retention:
     def _write(self, name: str, data: bytes) -> None:
         """Whole or not at all."""
         new = self.path / f"{name}.new"
-        new.write_bytes(_BLOB.pack(len(data), zlib.crc32(data)) + data)
-        new.rename(self.path / name)
+        try:
+            new.write_bytes(_BLOB.pack(len(data), zlib.crc32(data)) + data)
+            new.rename(self.path / name)
+        except OSError as error:
+            raise StateError(f"state.dir: {new} cannot be written: {error.strerror}") from error
 
     def _read(self, name: str) -> bytes:
         try:
@@ -277,7 +282,7 @@ class Retention:
         if self._lock is None:
             return
         if not keep:
-            shutil.rmtree(self.path, ignore_errors=True)
+            remove(self.path)
         os.close(self._lock)
         self._lock = None
 
@@ -298,6 +303,15 @@ def lock_of(path: Path) -> int | None:
     return None
 
 
+def remove(path: Path) -> None:
+    """Remove a retained directory, whose lock the caller holds. The lock goes last: whoever comes meanwhile is refused."""
+    for entry in path.iterdir():
+        if entry.name != LOCK:
+            entry.unlink(missing_ok=True)
+    (path / LOCK).unlink(missing_ok=True)
+    path.rmdir()
+
+
 def owner_of(path: Path) -> str:
     """The run id that a retained directory is of, as far as it can be read."""
     try:
@@ -306,7 +320,7 @@ def owner_of(path: Path) -> str:
         return ""
 
 
-def _locked(path: Path, run_id: str) -> int:
+def _locked(path: Path, run_id: str, patience: float) -> int:
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = path.lstat()
@@ -314,16 +328,20 @@ def _locked(path: Path, run_id: str) -> int:
         raise ConfigError(f"state.dir: {path} cannot be made: {error.strerror}") from error
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise ConfigError(f"state.dir: {path} is no directory that only this user may enter; remove it")
-    fd = lock_of(path)
-    if fd is None:
-        raise ConfigError(
-            f"the state of run {run_id!r} in {path} is in use by another agent; give another --rdzv-id, or end that job"
-        )
+    end = time.monotonic() + patience
+    while (fd := lock_of(path)) is None:  # `leto clean` has it for a moment, too
+        if time.monotonic() > end:
+            raise ConfigError(
+                f"the state of run {run_id!r} in {path} is in use by another agent; give another --rdzv-id, or end that "
+                "job"
+            )
+        time.sleep(_LOOK)
     return fd
 
 
 def _alone(fd: int) -> bool:
     """Whether no other descriptor or mapping of this file can write to it."""
+    fcntl.fcntl(fd, fcntl.F_SETSIG, signal.SIGURG)  # ignored; else whoever opens it now would end us by SIGIO
     try:
         fcntl.fcntl(fd, fcntl.F_SETLEASE, fcntl.F_WRLCK)
     except BlockingIOError:

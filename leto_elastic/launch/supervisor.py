@@ -29,7 +29,7 @@ from leto_elastic.launch.oom import OomWatch
 from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
 from leto_elastic.launch.protection import Protection
-from leto_elastic.launch.retention import Retention
+from leto_elastic.launch.retention import Found, Retention
 from leto_elastic.launch.segments import Memory, MemoryGauge, Segments
 from leto_elastic.launch.slots import Blob, Member
 from leto_elastic.launch.stores import Stores
@@ -83,6 +83,7 @@ class Supervisor:
         self._gauge = MemoryGauge(self._policy.shadow, memory)
         self._oom = OomWatch(memory)
         self._retention = retention
+        self._found: Found | None = None  # of the run's state, not taken up yet
         make = retention.make if retention is not None else None
         self._held = [Segments(slot, memory, make) for slot in range(settings.slots)]
         self._stores = Stores(self._policy.deadlines.collective, settings.address)
@@ -142,6 +143,8 @@ class Supervisor:
         """The zygote's imports and the decider's start take their time together."""
         forker = self._loop.create_task(self._forker.start())
         try:
+            if self._retention is not None:
+                self._found = await asyncio.to_thread(self._retention.take)
             plan = await self._decider.open(self, self._make_store)
             await forker
             return plan
@@ -193,8 +196,9 @@ class Supervisor:
         if job.spare:
             self.emit("spare", {"slots": len(job.slots)})
             self.do(job.shadows_wanted())
-        elif self._retention is not None and self._attempt == 0 and (found := self._retention.take()) is not None:
-            self.do(found.into(job, self._held, self._store, str(self._retention.path)))
+        elif self._found is not None:
+            found, self._found = self._found, None
+            self.do(found.into(job, self._held, self._store))
         else:
             self.do([act.Spawn(slot.index, "trainer") for slot in job.slots])
         self._logs.start()

@@ -112,7 +112,7 @@ def test_a_job_begins_with_it(tmp_path: Path) -> None:
     assert found is not None
     held = [Segments(slot, Memory()) for slot in range(SLOTS)]
     job = Job(held, shadows=True, restarts_left=0)
-    actions = found.into(job, held, STORE, "somewhere")
+    actions = found.into(job, held, STORE)
     assert isinstance(actions[0], Emit)
     assert actions[0].fields["step"] == 3
     assert actions[1:] == [Publish(0), Spawn(0, "respawn"), Publish(1), Spawn(1, "respawn")]
