@@ -304,7 +304,7 @@ def lock_of(path: Path) -> int | None:
 
 
 def remove(path: Path) -> None:
-    """Remove a retained directory, whose lock the caller holds. The lock goes last: whoever comes meanwhile is refused."""
+    """Remove a retained directory, whose lock the caller holds, and that last: who comes meanwhile is refused."""
     for entry in path.iterdir():
         if entry.name != LOCK:
             entry.unlink(missing_ok=True)
@@ -332,8 +332,8 @@ def _locked(path: Path, run_id: str, patience: float) -> int:
     while (fd := lock_of(path)) is None:  # `leto clean` has it for a moment, too
         if time.monotonic() > end:
             raise ConfigError(
-                f"the state of run {run_id!r} in {path} is in use by another agent; give another --rdzv-id, or end that "
-                "job"
+                f"the state of run {run_id!r} in {path} is in use by another agent; give another --rdzv-id, or end "
+                "that job"
             )
         time.sleep(_LOOK)
     return fd
