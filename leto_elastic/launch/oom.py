@@ -27,6 +27,8 @@ from leto_elastic.launch.segments import MIB, Memory
 WINDOW = 30.0
 """Seconds that a counted kill may be older than the end that it explains: a large process is torn down slowly."""
 
+_LOADER = "is killed by signal: Killed"  # as torch's DataLoader says it of its worker
+
 _FILES = ("memory.events", "memory.oom_control")
 
 
@@ -63,26 +65,29 @@ class OomWatch:
         for pid in self._groups:
             self._own[pid] = self._anonymous(pid) or self._own.get(pid, 0)
 
-    def ended(self, pid: int, code: int, now: float) -> str | None:
+    def ended(self, pid: int, code: int, now: float, failing: str | None = None) -> str | None:
         """A process ended: a sentence with the numbers when it was killed for memory, else None.
 
         Args:
             pid: of the process; it is forgotten.
             code: exit code, or minus the signal's number.
             now: when that was noticed, or later; monotonic seconds.
+            failing: the exception that it ended by. One that tells that a data loader was killed counts as its end.
         """
         file, own = self._groups.pop(pid, None), self._own.pop(pid, 0)
-        if code != -signal.SIGKILL or file is None:
+        loader = code >= 0 and failing is not None and _LOADER in failing
+        if file is None or not (code == -signal.SIGKILL or loader):
             return None
         self._read(file, now)
         kills = self._unexplained[file]
         if not kills:
             return None
         kills.popleft()
-        numbers = f"{self._memory.told(file.parent)}"
+        numbers = self._memory.told(file.parent)
         if own:
             numbers += f"; the process had {own / MIB:.0f} MiB of its own when last looked at"
-        return f"killed by the kernel for want of memory: {numbers}"
+        who = "a data loader of it was killed" if loader else "killed"
+        return f"{who} by the kernel for want of memory: {numbers}"
 
     def _read(self, file: Path, now: float) -> None:
         count, kills = _count(file), self._unexplained[file]

@@ -319,7 +319,7 @@ class Supervisor:
 
     def process_exited(self, key: int, pid: int, end: Exit) -> None:
         member = self._job.members.get(key)
-        killed = self._oom.ended(pid, end.code, time.monotonic())
+        killed = self._oom.ended(pid, end.code, time.monotonic(), member.failing if member is not None else None)
         if member is None or self._job.over:
             return
         slot = self._job.slots[member.slot]

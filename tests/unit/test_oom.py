@@ -66,6 +66,16 @@ def test_other_ends_are_not_for_want_of_memory(tmp_path: Path) -> None:
     assert box.watch.ended(99, -9, 100.0) is None, "nobody was told of this one"
 
 
+def test_a_data_loader_that_was_killed_for_memory(tmp_path: Path) -> None:
+    box = Machine(tmp_path)
+    says = "RuntimeError: DataLoader worker (pid 44) is killed by signal: Killed. "
+    assert box.watch.ended(7, 1, 100.0, says) is None, "by somebody"
+    box.count(1)
+    told = box.watch.ended(8, 1, 100.0, says)
+    assert told is not None
+    assert told.startswith("a data loader of it was killed by the kernel for want of memory: the limit of ")
+
+
 def test_a_kill_seen_long_before_the_end_does_not_explain_it(tmp_path: Path) -> None:
     box = Machine(tmp_path)
     box.count(1)
