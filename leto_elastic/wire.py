@@ -120,10 +120,11 @@ class Finished(Message, frozen=True):
 
 
 class Failing(Message, frozen=True):
-    """This process is about to end by an exception (after its traceback was recorded)."""
+    """This process is about to end by an exception (after its traceback was recorded); `oom`: for want of memory."""
 
     step: int
     reason: str
+    oom: bool = False
 
 
 class Raised(Message, frozen=True):

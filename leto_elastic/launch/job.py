@@ -323,6 +323,18 @@ class Job:
         before, self.short = self.short, short
         return self.shadows_wanted() if short is None else standbys.give_up(self.slots, short, first=before is None)
 
+    def resume(self, store: wire.StoreAddress, now: float) -> list[Action]:
+        """Begin with the state that another agent left: the slots have everything but a process, which they get now."""
+        self.leto, self._store, self._launched = True, store, False
+        self._stall = Stall(died=now, noticed=now, newest=self.newest())
+        actions: list[Action] = []
+        for slot in self.slots:
+            slot.awaiting = True
+            self._stall.add(Death(slot.rank, slot.index, 0, 0, FailureClass.SIGNAL, self.newest(), "", 0))
+            self._stall.actions[slot.rank] = "adopt"
+            actions += [Publish(slot.index), *self._stand_in(slot)]
+        return actions
+
     # ---- plans
 
     def plan(self, plan: PlanView, now: float) -> list[Action]:
@@ -597,9 +609,9 @@ class Job:
             return [event, *self._end(f"rank {slot.rank} cannot be replaced: {reason}")]
         return [event, Publish(slot.index)]
 
-    def failing(self, key: int, reason: str) -> None:
-        """A process is about to end by an exception."""
-        self.members[key].failing = reason
+    def failing(self, key: int, reason: str, *, oom: bool = False) -> None:
+        """A process is about to end by an exception; `oom`: one that tells of want of memory."""
+        self.members[key].failing, self.members[key].oom = reason, oom
 
     def finish(self, key: int) -> list[Action]:
         """A trainer has left the loop, so the training is over on all ranks, also on those that died in its barrier."""

@@ -112,6 +112,12 @@ class Slot:
         words, header.last_words = header.last_words, 0.0
         return min(words, noticed)
 
+    def killed_for_memory(self, member: Member, told: str) -> None:
+        """The end of a process of this slot, which is about to be dealt with, was the kernel's doing."""
+        member.dismissed = True
+        if member is self.trainer or self.awaiting:
+            self.verdict, self.detail = FailureClass.OOM, told
+
     def mourn(self, member: Member, code: int, *, held: bool = False) -> Death:
         """The record of a trainer's end; `held`: it has not ended, and holds an exception."""
         position = self.position()

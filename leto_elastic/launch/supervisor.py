@@ -25,9 +25,11 @@ from leto_elastic.launch.deciding import Decider, SlotState
 from leto_elastic.launch.forker import Forker
 from leto_elastic.launch.job import Job
 from leto_elastic.launch.logs import Logs, open_shadow_log
+from leto_elastic.launch.oom import OomWatch
 from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
 from leto_elastic.launch.protection import Protection
+from leto_elastic.launch.retention import Found, Retention
 from leto_elastic.launch.segments import Memory, MemoryGauge, Segments
 from leto_elastic.launch.slots import Blob, Member
 from leto_elastic.launch.stores import Stores
@@ -58,6 +60,7 @@ class Supervisor:
         forker: starts processes.
         memory: says how much memory is left.
         protection: of the state against lost memory, in a job of several nodes.
+        retention: of the state in files; None keeps it in this process's memory.
     """
 
     def __init__(
@@ -69,6 +72,7 @@ class Supervisor:
         forker: Forker | None = None,
         memory: Memory | None = None,
         protection: Protection | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._settings = settings
         self._policy = settings.policy
@@ -78,7 +82,11 @@ class Supervisor:
         self._protection = protection
         memory = memory or Memory()
         self._gauge = MemoryGauge(self._policy.shadow, memory)
-        self._held = [Segments(slot, memory) for slot in range(settings.slots)]
+        self._oom = OomWatch(memory)
+        self._retention = retention
+        self._found: Found | None = None  # of the run's state, not taken up yet
+        make = retention.make if retention is not None else None
+        self._held = [Segments(slot, memory, make) for slot in range(settings.slots)]
         self._stores = Stores(self._policy.deadlines.collective, settings.address)
         self._forker = forker or Forker(self._policy.deadlines.start)
         self._failures: dict[int, ProcessFailure] = {}
@@ -136,6 +144,8 @@ class Supervisor:
         """The zygote's imports and the decider's start take their time together."""
         forker = self._loop.create_task(self._forker.start())
         try:
+            if self._retention is not None:
+                self._found = await asyncio.to_thread(self._retention.take)
             plan = await self._decider.open(self, self._make_store)
             await forker
             return plan
@@ -157,6 +167,8 @@ class Supervisor:
                 await self._stop(signal.SIGTERM)
                 self._end_attempt()
                 self._attempt += 1
+                if self._retention is not None:
+                    self._retention.begin()
                 self.emit("restart", {"reason": str(why), "attempt": self._attempt})
                 self._over = self._loop.create_future()
             except Interrupted as signalled:
@@ -185,6 +197,9 @@ class Supervisor:
         if job.spare:
             self.emit("spare", {"slots": len(job.slots)})
             self.do(job.shadows_wanted())
+        elif self._found is not None:
+            found, self._found = self._found, None
+            self.do(found.into(job, self._held, self._store))
         else:
             self.do([act.Spawn(slot.index, "trainer") for slot in job.slots])
         self._logs.start()
@@ -218,6 +233,8 @@ class Supervisor:
         finally:
             self._loop.set_exception_handler(None)
             self._together.close()
+            if self._retention is not None:
+                self._retention.end(self._job, succeeded=bool(succeeded))
             self._end_attempt()
             self._crew.close()
             self._stores.close()
@@ -284,6 +301,7 @@ class Supervisor:
 
     def process_started(self, key: int, pid: int) -> None:
         slot, kind = self._spawning.pop(key)
+        self._oom.joined(pid)
         job = self._job
         if job.over:
             self._crew.signal(key, signal.SIGKILL)
@@ -302,11 +320,16 @@ class Supervisor:
 
     def process_exited(self, key: int, pid: int, end: Exit) -> None:
         member = self._job.members.get(key)
+        killed = self._oom.ended(pid, end.code, time.monotonic(), member.failing if member is not None else None)
         if member is None or self._job.over:
             return
         slot = self._job.slots[member.slot]
         trainer = member.kind == "trainer"
+        if killed is not None:
+            slot.killed_for_memory(member, killed)
         self.do(self._job.exited(key, end.code, end.noticed))
+        if (killed is not None or member.oom) and not self._job.over:
+            self.do(self._job.memory(self._gauge.hit(time.monotonic())))
         assert self._logs is not None
         if trainer and not slot.done:
             failure = _process_failure(slot.index, pid, end.code, self._logs.error_file(slot.index))
@@ -318,6 +341,7 @@ class Supervisor:
     def process_greeted(self, key: int) -> None:
         member = self._job.members.get(key)
         if member is not None:
+            self._oom.joined(member.pid)
             self._job.greeted(key)
             if member.kind == "trainer" or self._job.slots[member.slot].record is not None:
                 self._greet(member)
@@ -362,12 +386,16 @@ class Supervisor:
                 record = Blob(fds.pop(), message.size)
                 if self._protection is not None:
                     self._protection.recorded(job.slots[member.slot].rank, record)
+                if self._retention is not None:
+                    self._retention.keep(member.slot, "record", record)
                 self.do(job.recorded(key, record))
             case wire.Manifest():
                 self._keep(job.slots[member.slot].manifest, fds)
                 manifest = Blob(fds.pop(), message.size, message.version)
                 if self._protection is not None:
                     self._protection.laid_out(job.slots[member.slot].rank, manifest, self._held[member.slot])
+                if self._retention is not None:
+                    self._retention.keep(member.slot, "manifest", manifest)
                 self.do(job.laid_out(key, manifest))
             case wire.Stepped() | wire.Due():
                 if self._protection is not None:
@@ -386,7 +414,7 @@ class Supervisor:
             case wire.Finished():
                 self.do(job.finish(key))
             case wire.Failing():
-                job.failing(key, message.reason)
+                job.failing(key, message.reason, oom=message.oom)
             case wire.Raised():
                 self.do(job.raised(key, message, now))
             case wire.Quitting():
@@ -459,6 +487,7 @@ class Supervisor:
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(_GAUGE_SECONDS, self._tick)
         self._together.look_around(self._policy.deadlines.replace)
+        self._oom.look(time.monotonic())
         if self._job.protected and not self._job.over:
             self.do(self._job.memory(self._gauge.short(time.monotonic())))
 

@@ -43,6 +43,7 @@ EVENTS: Mapping[str, frozenset[str]] = {
     "damaged": frozenset({"what", "reason"}),
     "refused": frozenset({"rank", "reason"}),
     "restored": frozenset({"ranks", "version", "seconds"}),
+    "resumed": frozenset({"step", "slots", "dir", "agent"}),
     "run_finished": frozenset({"state"}),
 }
 """Events, each with the fields it has at least."""

@@ -64,6 +64,13 @@ def _restart(event: _Event) -> str:
     return f"restarting all workers: {event.get('reason')}"
 
 
+def _resumed(event: _Event) -> str:
+    return (
+        f"going on at step {event.get('step')} with {_count(event.get('slots'), 'rank')}, from the state of this run "
+        f"that agent {event.get('agent')} left in {event.get('dir')}"
+    )
+
+
 def _spare(event: _Event) -> str:
     return f"this node waits as a spare with {_count(event.get('slots'), 'slot')}"
 
@@ -91,6 +98,7 @@ _WRITERS: Mapping[str, Callable[[_Event], str]] = {
     "replaced": _replaced,
     "restart": _restart,
     "restored": _restored,
+    "resumed": _resumed,
     "shadow_given_up": _given_up,
     "skipped": _skipped,
     "shadow_unfit": _unfit,

@@ -136,6 +136,8 @@ class StatePolicy(Section, frozen=True):
     chunk_bytes: Annotated[
         int, Meta(ge=65536, le=1 << 40, description="a whole number of bytes from 65536 to 1099511627776")
     ] = 1048576
+    retain: Annotated[Literal["memory", "file"], Meta(description="memory or file")] = "memory"
+    dir: Annotated[str, Meta(min_length=1, pattern="^/", description="an absolute path")] = "/dev/shm"  # noqa: S108
 
 
 class HangPolicy(Section, frozen=True):

@@ -15,6 +15,8 @@ Beside it are words of the protection against lost memory, each a *tag* (`tag_of
     agreed     newest version that every rank had sent when a vote passed: the protected version; by the trainer
     buffers    the version that each of the two snapshot buffers holds whole; by the trainer
     target     the version whose pre-images the running update keeps, and in which buffer; by the trainer
+
+And `layout`: the version of the newest manifest that the trainer has sent before it wrote by it.
 """
 
 from __future__ import annotations
@@ -102,6 +104,7 @@ class _Layout(ctypes.Structure):
         ("buffers", ctypes.c_int64 * 2),
         ("target", ctypes.c_int64),
         ("target_buffer", ctypes.c_int64),
+        ("layout", ctypes.c_int64),
     ]
 
 
@@ -185,6 +188,14 @@ class Header:
     def target(self, value: tuple[int, int]) -> None:
         self._view.target_buffer = value[1]
         self._view.target = value[0]
+
+    @property
+    def layout(self) -> int:
+        return int(self._view.layout)
+
+    @layout.setter
+    def layout(self, version: int) -> None:
+        self._view.layout = version
 
     def close(self) -> None:
         """Unmap. The header must not be used afterwards."""

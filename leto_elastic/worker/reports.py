@@ -11,6 +11,7 @@ from leto_elastic import wire
 from leto_elastic.errors import NotFinite, StateError
 from leto_elastic.state import layout, pack
 from leto_elastic.state.layout import Manifest
+from leto_elastic.worker.memory import is_out_of_memory
 from leto_elastic.worker.session import Session
 from leto_elastic.worker.step import StepLost
 
@@ -71,7 +72,8 @@ class Reports:
             told = f"rank {self._session.rank} left the training in step {step} by {reason_of(error)}"
             self._session.link.send(wire.Quitting(step=step, reason=told))
         elif isinstance(error, Exception):
-            self._session.link.send(wire.Failing(step=step, reason=reason_of(error)))
+            oom = is_out_of_memory(error)
+            self._session.link.send(wire.Failing(step=step, reason=reason_of(error), oom=oom))
 
     @contextmanager
     def telling(self, step: int) -> Iterator[None]:

@@ -46,7 +46,7 @@ from leto_elastic.worker.holding import hold, is_consequence, may_hold
 from leto_elastic.worker.protection import Protection, Words, words_of
 from leto_elastic.worker.reports import Reports
 from leto_elastic.worker.sections import run_section, start_of
-from leto_elastic.worker.session import Session
+from leto_elastic.worker.session import Session, checksum_by
 from leto_elastic.worker.step import Step, StepLost, refuse_misuse, refuse_scaled
 
 log = logging.getLogger(__name__)
@@ -102,6 +102,7 @@ class Runner:
             chunk_bytes=self.session.policy.state.chunk_bytes,
             snapshots=protect,
             replicas=replicas(model, model.parameters(), self.session.rank) if protect else (),
+            checksum=checksum_by(self.session.policy),
         )
         self.retained.extras.write(0, data)
         self.retained.header.epoch = self.session.fabric.epoch
@@ -314,6 +315,8 @@ class Runner:
             function()
         if state.scheduler is not None:
             state.scheduler.step()
+        if state.once and retained.sums is not None:
+            retained.sums.retouched(self.step + 1)
         self.transaction.drop_gradients(check=in_body and self._commits < 2)
         following = self.step + 1
         first = self._commits == 0
@@ -358,6 +361,7 @@ class Runner:
 
     def _publish(self) -> None:
         self._reports.manifest(self.retained.manifest)
+        self.retained.header.layout = self.retained.manifest.version
 
     # ---- between steps
 

@@ -15,8 +15,10 @@ import torch.distributed as dist
 from leto_elastic import wire
 from leto_elastic.comm.fabric import Fabric
 from leto_elastic.errors import EpochAborted, LetoError
+from leto_elastic.protect.checksum import checksum_at
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.state import pack
+from leto_elastic.state.sums import Checksum
 from leto_elastic.testing import faults as fault_plans
 from leto_elastic.worker.link import Link
 from leto_elastic.worker.replay import receive_own_broadcasts
@@ -182,6 +184,11 @@ def complete_environment(environment: MutableMapping[str, str], welcome: wire.We
     }
     for name, value in values.items():
         environment.setdefault(name, str(value))
+
+
+def checksum_by(policy: Policy) -> Checksum | None:
+    """How a trainer makes the checksums of its segments, None when it keeps none."""
+    return checksum_at if policy.state.retain == "file" else None
 
 
 _current: Session | None = None
