@@ -176,9 +176,11 @@ class LetoGroup(dist.ProcessGroup):
             fabric.failed(epoch, str(error).partition("\n")[0])
             return self._lost(epoch, outputs)
         if op in _POINT_TO_POINT:
-            return fabric.track(PointToPointWork(fabric, epoch, work, outputs, on_done=on_done))
+            between_two = PointToPointWork(fabric, epoch, work, outputs, on_done=on_done)
+            return fabric.track(between_two, self._name, counts=False)
         slices = not fabric.nccl or bool(outputs and outputs[0].is_cpu)
-        return fabric.track(LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices))
+        made = LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices)
+        return fabric.track(made, self._name)
 
     def _lost(self, epoch: int, outputs: list[torch.Tensor]) -> Work:
         if not self._fabric.forgives(epoch):

@@ -15,12 +15,22 @@ Beside it are words of the protection against lost memory, each a *tag* (`tag_of
     agreed     newest version that every rank had sent when a vote passed: the protected version; by the trainer
     buffers    the version that each of the two snapshot buffers holds whole; by the trainer
     target     the version whose pre-images the running update keeps, and in which buffer; by the trainer
+
+And words by which an agent tells whether the trainer is alive (see `worker.heartbeat`), all written by the trainer:
+
+    beat       when Python code last ran in it, monotonic seconds; 0.0 before its first step
+    paused     until when it may stand still, monotonic seconds; 0.0: it may not
+    waiting    key (`key_of`) of the group with a collective that it has entered and that is not over; 0 for none
+    thread     id of the thread that beats
+    calls      collectives entered in this epoch, all together
+    groups     key and number of collectives entered in this epoch, for up to 32 groups
 """
 
 from __future__ import annotations
 
 import ctypes
 import enum
+import hashlib
 import mmap
 from typing import NamedTuple
 
@@ -91,6 +101,15 @@ def generation_of(tag: int) -> int:
     return tag & ((1 << _GENERATION_BITS) - 1)
 
 
+GROUPS = 32
+"""Groups whose collectives are counted apart."""
+
+
+def key_of(group: str) -> int:
+    """A group's number, above 0, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(group.encode(), digest_size=8).digest()) >> 1 | 1
+
+
 class _Layout(ctypes.Structure):
     _fields_ = [
         ("magic", ctypes.c_int64),
@@ -102,7 +121,18 @@ class _Layout(ctypes.Structure):
         ("buffers", ctypes.c_int64 * 2),
         ("target", ctypes.c_int64),
         ("target_buffer", ctypes.c_int64),
+        ("beat", ctypes.c_double),
+        ("paused", ctypes.c_double),
+        ("waiting", ctypes.c_int64),
+        ("thread", ctypes.c_int64),
+        ("calls", ctypes.c_int64),
+        ("groups", ctypes.c_int64 * (2 * GROUPS)),
     ]
+
+
+_WORD = _Layout.word.offset // 8
+_CALLS = _Layout.calls.offset // 8
+_GROUPS = _Layout.groups.offset // 8
 
 
 class Header:
@@ -115,12 +145,14 @@ class Header:
     def __init__(self, fd: int) -> None:
         self._map = mmap.mmap(fd, HEADER_BYTES)
         self._view = _Layout.from_buffer(self._map)
+        self._words = memoryview(self._map).cast("q")  # for what is counted often
 
     def initialise(self) -> None:
         """Called once by the first trainer of a slot."""
         view = self._view
         view.word = Position(0, Phase.SETUP).pack()
         view.sent = view.agreed = view.target = view.buffers[0] = view.buffers[1] = NO_TAG
+        self.forget()
         view.magic = MAGIC
 
     @property
@@ -186,7 +218,75 @@ class Header:
         self._view.target_buffer = value[1]
         self._view.target = value[0]
 
+    # ---- whether the trainer is alive
+
+    @property
+    def beat(self) -> float:
+        return float(self._view.beat)
+
+    @beat.setter
+    def beat(self, now: float) -> None:
+        self._view.beat = now
+
+    @property
+    def paused(self) -> float:
+        return float(self._view.paused)
+
+    @paused.setter
+    def paused(self, until: float) -> None:
+        self._view.paused = until
+
+    @property
+    def waiting(self) -> int:
+        return int(self._view.waiting)
+
+    @waiting.setter
+    def waiting(self, key: int) -> None:
+        self._view.waiting = key
+
+    @property
+    def thread(self) -> int:
+        return int(self._view.thread)
+
+    @thread.setter
+    def thread(self, ident: int) -> None:
+        self._view.thread = ident
+
+    @property
+    def progress(self) -> tuple[int, int]:
+        """Something that changes whenever the trainer gets on."""
+        return self._words[_WORD], self._words[_CALLS]
+
+    def forget(self) -> None:
+        """What a process before this one, or the epoch before, has left of these words."""
+        self._view.beat = self._view.paused = 0.0
+        self._view.waiting = self._view.thread = 0
+        self.forget_calls()
+
+    def forget_calls(self) -> None:
+        """Begin to count collectives: no group is known."""
+        self._view.waiting = self._view.calls = 0
+        ctypes.memset(ctypes.addressof(self._view.groups), 0, ctypes.sizeof(self._view.groups))
+
+    def set_group(self, index: int, key: int) -> None:
+        """Count the collectives of a group in line `index` of the table, below `GROUPS`, from 0 on."""
+        self._view.groups[2 * index + 1] = 0
+        self._view.groups[2 * index] = key
+
+    def entered(self, index: int) -> None:
+        """Another collective of the group in this line; -1: of a group that has none."""
+        self._words[_CALLS] += 1
+        if index >= 0:
+            self._words[_GROUPS + 2 * index + 1] += 1
+
+    @property
+    def groups(self) -> dict[int, int]:
+        """Collectives entered, by key of the group."""
+        pairs = list(self._view.groups)
+        return {key: calls for key, calls in zip(pairs[::2], pairs[1::2], strict=True) if key}
+
     def close(self) -> None:
         """Unmap. The header must not be used afterwards."""
+        self._words.release()
         del self._view
         self._map.close()

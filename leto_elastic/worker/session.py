@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -17,7 +18,9 @@ from leto_elastic.comm.fabric import Fabric
 from leto_elastic.errors import EpochAborted, LetoError
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.state import pack
+from leto_elastic.state.header import Header
 from leto_elastic.testing import faults as fault_plans
+from leto_elastic.worker.heartbeat import Heartbeat, stacks_file
 from leto_elastic.worker.link import Link
 from leto_elastic.worker.replay import receive_own_broadcasts
 
@@ -40,6 +43,7 @@ class Session:
         self.marks: dict[str, float] = {}
         self.record: dict[str, object] = {}
         self.running = False
+        self.heartbeat: Heartbeat | None = None
         self._end_replay: Callable[[], None] = lambda: None
         self._on_active: list[Callable[[], object]] = []
         if self.shadow:
@@ -97,6 +101,16 @@ class Session:
         """A shadow has come to its first step. Raises ShadowUnfit when its trainer's set-up had more collectives."""
         self._end_replay()
         self.fabric.finish_replay()
+
+    def watched(self, header: Header) -> None:
+        """This process trains from now on, with this header: its agent may watch it."""
+
+        def last_words() -> None:
+            header.last_words = time.monotonic()
+
+        self.faults.on_fire = last_words
+        stacks = stacks_file(self.welcome.run_dir, self.rank, os.getpid())
+        self.heartbeat = Heartbeat(header, self.fabric, self.policy.hang, stacks)
 
     def mark(self, name: str) -> None:
         """Note when this process reached a point of the recovery (the last time counts)."""
@@ -184,6 +198,14 @@ def complete_environment(environment: MutableMapping[str, str], welcome: wire.We
 
 
 _current: Session | None = None
+
+
+@contextlib.contextmanager
+def pause_watch() -> Iterator[None]:
+    """See `leto_elastic.pause_watch`."""
+    heartbeat = _current.heartbeat if _current is not None else None
+    with heartbeat.pause() if heartbeat is not None else contextlib.nullcontext():
+        yield
 
 
 def current() -> Session:

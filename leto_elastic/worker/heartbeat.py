@@ -1,0 +1,134 @@
+"""Signs of life of a trainer, in its header, where its agent reads them.
+
+A thread writes the time some ten times a second. It needs the interpreter for it, so it falls silent when the process
+is stopped, and when a thread holds the interpreter's lock in C for ever. It also notes which group's collective this
+process has entered and cannot finish. The collectives themselves are only counted: that is all a step pays for.
+
+On `STACKS_SIGNAL` the process writes the Python stacks of all its threads to a file of its own, also when none of them
+can run Python: `faulthandler` does it in the signal handler, in C. The agent sends it to the thread of this module, so
+that no system call of the user's is interrupted.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TextIO
+
+from leto_elastic.comm.fabric import Fabric
+from leto_elastic.recovery.policy import HangPolicy
+from leto_elastic.state.header import GROUPS, Header, key_of
+
+STACKS_SIGNAL = signal.SIGRTMIN + 7
+"""Writes the stacks of all threads. A real-time signal that neither torch nor Python's users are known to use."""
+
+_SLOWEST = 0.1
+"""Seconds between two beats, at most."""
+
+
+def stacks_file(run_dir: str, rank: int, pid: int) -> Path:
+    """Where the stacks of a trainer go."""
+    return Path(run_dir) / "stacks" / f"rank{rank}.pid{pid}.txt"
+
+
+class Counter:
+    """Counts collectives in a header; see `leto_elastic.comm.fabric.Watch`."""
+
+    def __init__(self, header: Header) -> None:
+        self._header = header
+        self._lines: dict[str, int] = {}
+        header.forget_calls()
+
+    def knows(self, group: str) -> None:
+        """There is such a group."""
+        if group not in self._lines:
+            line = len(self._lines)
+            self._lines[group] = line if line < GROUPS else -1
+            if line < GROUPS:
+                self._header.set_group(line, key_of(group))
+
+    def entered(self, group: str) -> None:
+        """A collective of this group begins."""
+        line = self._lines.get(group)
+        if line is None:
+            self.knows(group)
+            line = self._lines[group]
+        self._header.entered(line)
+
+    def restart(self) -> None:
+        """A new epoch: begin at 0 in every rank."""
+        self._header.forget_calls()
+        for group, line in self._lines.items():
+            if line >= 0:
+                self._header.set_group(line, key_of(group))
+
+
+class Heartbeat:
+    """Beats from now on, for as long as the process lives.
+
+    Args:
+        header: of this trainer.
+        fabric: its communicators.
+        policy: how long it may be silent, and how long a pause may be.
+        stacks: the file for its stacks; nothing is left there by a process that ends well.
+    """
+
+    def __init__(self, header: Header, fabric: Fabric, policy: HangPolicy, stacks: Path) -> None:
+        self._header = header
+        self._fabric = fabric
+        self._pause = policy.pause
+        self._interval = min(_SLOWEST, policy.heartbeat / 10)
+        header.forget()
+        fabric.count_in(Counter(header))
+        self._file = _answer_with_stacks(stacks)
+        self._ready = threading.Event()
+        threading.Thread(target=self._run, name="leto-heartbeat", daemon=True).start()
+        self._ready.wait()
+
+    def _run(self) -> None:
+        header, fabric, interval = self._header, self._fabric, self._interval
+        header.thread = threading.get_native_id()
+        header.beat = time.monotonic()
+        self._ready.set()
+        while True:
+            time.sleep(interval)
+            header.beat = time.monotonic()
+            group = fabric.pending()
+            header.waiting = key_of(group) if group else 0
+
+    @contextlib.contextmanager
+    def pause(self) -> Iterator[None]:
+        """See `leto_elastic.pause_watch`."""
+        before = self._header.paused
+        self._header.paused = time.monotonic() + self._pause
+        try:
+            yield
+        finally:
+            self._header.paused = before
+
+
+def _answer_with_stacks(path: Path) -> TextIO | None:
+    """None, and no answer, when the file cannot be made: that must not end a training run."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = path.open("a")
+    except OSError:
+        return None
+    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
+    atexit.register(_drop, file)
+    return file
+
+
+def _drop(file: TextIO) -> None:
+    faulthandler.unregister(STACKS_SIGNAL)
+    with contextlib.suppress(OSError):
+        if os.fstat(file.fileno()).st_size == 0:
+            Path(file.name).unlink()
+    file.close()
