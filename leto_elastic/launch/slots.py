@@ -20,15 +20,25 @@ class Blob(NamedTuple):
 
 
 class HeaderView(Protocol):
-    """Of a trainer's header, what the agent reads and resets."""
+    """Of a trainer's header, what the agent reads and resets; see `leto_elastic.state.header`."""
 
     last_words: float
+    beat: float
+    paused: float
+    waiting: int
+    thread: int
 
     @property
     def valid(self) -> bool: ...
 
     @property
     def position(self) -> Position: ...
+
+    @property
+    def progress(self) -> tuple[int, int]: ...
+
+    @property
+    def groups(self) -> dict[int, int]: ...
 
 
 class Held(Protocol):

@@ -4,38 +4,25 @@ A thread writes the time some ten times a second. It needs the interpreter for i
 is stopped, and when a thread holds the interpreter's lock in C for ever. It also notes which group's collective this
 process has entered and cannot finish. The collectives themselves are only counted: that is all a step pays for.
 
-On `STACKS_SIGNAL` the process writes the Python stacks of all its threads to a file of its own, also when none of them
-can run Python: `faulthandler` does it in the signal handler, in C. The agent sends it to the thread of this module, so
-that no system call of the user's is interrupted.
+The agent may ask for the stacks of the process (see `observe.stacks`), by a signal to the thread of this module: so no
+system call of the user's is interrupted.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
-import faulthandler
-import os
-import signal
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TextIO
 
 from leto_elastic.comm.fabric import Fabric
+from leto_elastic.observe import stacks
 from leto_elastic.recovery.policy import HangPolicy
 from leto_elastic.state.header import GROUPS, Header, key_of
 
-STACKS_SIGNAL = signal.SIGRTMIN + 7
-"""Writes the stacks of all threads. A real-time signal that neither torch nor Python's users are known to use."""
-
 _SLOWEST = 0.1
 """Seconds between two beats, at most."""
-
-
-def stacks_file(run_dir: str, rank: int, pid: int) -> Path:
-    """Where the stacks of a trainer go."""
-    return Path(run_dir) / "stacks" / f"rank{rank}.pid{pid}.txt"
 
 
 class Counter:
@@ -77,17 +64,17 @@ class Heartbeat:
         header: of this trainer.
         fabric: its communicators.
         policy: how long it may be silent, and how long a pause may be.
-        stacks: the file for its stacks; nothing is left there by a process that ends well.
+        file: for its stacks.
     """
 
-    def __init__(self, header: Header, fabric: Fabric, policy: HangPolicy, stacks: Path) -> None:
+    def __init__(self, header: Header, fabric: Fabric, policy: HangPolicy, file: Path) -> None:
         self._header = header
         self._fabric = fabric
         self._pause = policy.pause
         self._interval = min(_SLOWEST, policy.heartbeat / 10)
         header.forget()
         fabric.count_in(Counter(header))
-        self._file = _answer_with_stacks(stacks)
+        stacks.answer(file)
         self._ready = threading.Event()
         threading.Thread(target=self._run, name="leto-heartbeat", daemon=True).start()
         self._ready.wait()
@@ -112,23 +99,3 @@ class Heartbeat:
             yield
         finally:
             self._header.paused = before
-
-
-def _answer_with_stacks(path: Path) -> TextIO | None:
-    """None, and no answer, when the file cannot be made: that must not end a training run."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        file = path.open("a")
-    except OSError:
-        return None
-    faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
-    atexit.register(_drop, file)
-    return file
-
-
-def _drop(file: TextIO) -> None:
-    faulthandler.unregister(STACKS_SIGNAL)
-    with contextlib.suppress(OSError):
-        if os.fstat(file.fileno()).st_size == 0:
-            Path(file.name).unlink()
-    file.close()

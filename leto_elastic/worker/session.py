@@ -16,11 +16,12 @@ import torch.distributed as dist
 from leto_elastic import wire
 from leto_elastic.comm.fabric import Fabric
 from leto_elastic.errors import EpochAborted, LetoError
+from leto_elastic.observe import stacks
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.state import pack
 from leto_elastic.state.header import Header
 from leto_elastic.testing import faults as fault_plans
-from leto_elastic.worker.heartbeat import Heartbeat, stacks_file
+from leto_elastic.worker.heartbeat import Heartbeat
 from leto_elastic.worker.link import Link
 from leto_elastic.worker.replay import receive_own_broadcasts
 
@@ -109,8 +110,8 @@ class Session:
             header.last_words = time.monotonic()
 
         self.faults.on_fire = last_words
-        stacks = stacks_file(self.welcome.run_dir, self.rank, os.getpid())
-        self.heartbeat = Heartbeat(header, self.fabric, self.policy.hang, stacks)
+        file = stacks.file_of(self.welcome.run_dir, self.rank, os.getpid())
+        self.heartbeat = Heartbeat(header, self.fabric, self.policy.hang, file)
 
     def mark(self, name: str) -> None:
         """Note when this process reached a point of the recovery (the last time counts)."""
