@@ -169,12 +169,13 @@ class Fabric:
             self._works.add(work)
         return work
 
-    def count_in(self, watch: Watch) -> None:
-        """Tell `watch` of the groups, and of all collectives from now on."""
-        with self._lock:
-            names = [_OWN, *(group.getGroupName() for group in self._groups)]
-        for name in names:
-            watch.knows(name)
+    def count_in(self, watch: Watch | None) -> None:
+        """Tell `watch` (None: nobody) of the groups, and of all collectives from now on."""
+        if watch is not None:
+            with self._lock:
+                names = [_OWN, *(group.getGroupName() for group in self._groups)]
+            for name in names:
+                watch.knows(name)
         self._watch = watch
 
     def pending(self) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +41,12 @@ _standings = msgspec.json.Decoder(list[Standing])
 class Watching:
     """See the module. `shell` carries out what follows, `decider` tells the other nodes."""
 
-    def __init__(self, shell: Shell, decider: Decider, settings: Settings) -> None:
+    def __init__(
+        self, shell: Shell, decider: Decider, settings: Settings, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._shell = shell
         self._decider = decider
+        self._clock = clock
         self._run_dir = settings.run_dir
         self._policy = settings.policy.hang
         self._job: Job | None = None
@@ -75,7 +78,7 @@ class Watching:
             self._watch.rest()
             self._said = False
             return
-        found = self._finding = self._watch.look(time.monotonic(), samples)
+        found = self._finding = self._watch.look(self._clock(), samples)
         for rank, seconds in found.silent.items():
             self._end(job, Verdict((rank,), f"no Python ran in it for {seconds:.1f} s"), silent=True)
         if bool(found.stalled) != self._said:
@@ -149,7 +152,7 @@ class Watching:
         position = slot.position()
         step = position.step if position is not None else 0
         fields = {"rank": slot.rank, "pid": member.pid, "step": step, "reason": why, "stacks": str(path)}
-        self._shell.emit("hang", fields)
+        self._shell.emit("hang", {**fields, "limit": self._finding.limit})
 
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.get_running_loop().create_task(coroutine)

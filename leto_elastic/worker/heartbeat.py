@@ -76,8 +76,17 @@ class Heartbeat:
         fabric.count_in(Counter(header))
         stacks.answer(file)
         self._ready = threading.Event()
-        threading.Thread(target=self._run, name="leto-heartbeat", daemon=True).start()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="leto-heartbeat", daemon=True)
+        self._thread.start()
         self._ready.wait()
+
+    def stop(self) -> None:
+        """Beat no more, and count nothing: nobody watches this process then."""
+        self._stopped = True
+        self._thread.join()
+        self._fabric.count_in(None)
+        self._header.forget()
 
     def _run(self) -> None:
         header, fabric, interval = self._header, self._fabric, self._interval
@@ -86,6 +95,8 @@ class Heartbeat:
         self._ready.set()
         while True:
             time.sleep(interval)
+            if self._stopped:
+                return
             header.beat = time.monotonic()
             group = fabric.pending()
             header.waiting = key_of(group) if group else 0

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from leto_elastic.testing.cluster import Cluster
 from leto_elastic.testing.job import Event, Job
+from tests.process.etcd_server import server
 from tests.process.runs import Outcome, Reference, trainers
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -22,21 +24,22 @@ def run(run_dir: Path, *args: str, faults: str = "") -> Job:
     return Job(SCRIPT, *ARGS, *args, run_dir=run_dir, nproc=RANKS, faults=faults, conf=conf, deadline=90)
 
 
-def check(job: Job, expected: Outcome, rank: int) -> Event:
+def check(job: Job | Cluster, expected: Outcome, rank: int, ranks: int = RANKS) -> Event:
     """This rank alone was replaced, for its hang, and nothing was lost; returns the event."""
     job.expect_success()
     (hang,) = [event for event in job.events() if event["event"] == "hang"]
-    before = trainers(job, RANKS)
+    before = trainers(job, ranks)
     assert (hang["rank"], hang["pid"]) == (rank, before[rank])
     (failure,) = [event for event in job.events() if event["event"] == "failure"]
     assert (failure["rank"], failure["cause"]) == (rank, "hang")
     assert str(hang["reason"]) in str(failure["detail"])
-    (recovery,) = job.recoveries()
-    assert (recovery["ranks"], recovery["lost_steps"], recovery["cause"]) == ([rank], 0, "hang")
-    for other in range(RANKS):
+    for recovery in job.recoveries():
+        assert (recovery["ranks"], recovery["lost_steps"], recovery["cause"]) == ([rank], 0, "hang")
+    for other in range(ranks):
         assert (job.pid_of(other) == before[other]) == (other != rank)
-    assert Outcome(job, 9, RANKS) == expected
-    assert f"rank {rank} (pid {before[rank]}) hangs at step 5" in job.output()
+    assert Outcome(job, 9, ranks) == expected
+    output = job.output() if isinstance(job, Job) else "".join(node.output() for node in job.nodes)
+    assert output.count(f"rank {rank} (pid {before[rank]}) hangs at step 5") == 1
     return hang
 
 
@@ -89,3 +92,26 @@ def test_all_compute_for_too_long(tmp_path: Path) -> None:
         assert "no rank waits in a collective" in job.output()
         assert "leto.pause_watch()" in job.output()
         assert len([event for event in job.events() if event["event"] == "hang"]) == RANKS
+
+
+def test_several_nodes_agree_on_the_one_that_sleeps(tmp_path: Path, reference: Reference) -> None:
+    args = (*ARGS, "--hold", "3:4")
+    expected = reference(*args)
+    with (
+        server(tmp_path / "etcd") as etcd,
+        Cluster(
+            SCRIPT,
+            *args,
+            run_dir=tmp_path / "run",
+            endpoint=etcd.endpoints,
+            nodes=2,
+            nproc=2,
+            faults="sleep rank=3 step=5 phase=body",
+            conf={"config": str(POLICY)},
+            deadline=120,
+        ) as cluster,
+    ):
+        hang = check(cluster, expected, 3, ranks=4)
+        assert len(cluster.recoveries()) == 2, "each node tells its own"
+    assert "did not enter the collective that 3 ranks wait in" in str(hang["reason"])
+    assert "in body" in stacks(hang)
