@@ -49,6 +49,7 @@ class Watching:
         self._clock = clock
         self._run_dir = settings.run_dir
         self._policy = settings.policy.hang
+        self._patience = settings.policy.deadlines.abort
         self._job: Job | None = None
         self._watch = Watch(self._policy)
         self._finding = Finding({}, 0.0, 0.0)
@@ -129,6 +130,10 @@ class Watching:
         slot.verdict, slot.detail = FailureClass.HANG, f"hung: {why}"
         self._emit(slot, member, why, path)
         self._shell.do([act.Kill(member.key)])
+        await asyncio.sleep(self._patience)
+        if job is self._shell.job and not job.over and slot.trainer is member:  # its memory may be in use still
+            why = f"rank {slot.rank} hangs, and process {member.pid} does not end, not even by SIGKILL"
+            self._shell.do([act.End(f"{why} after {self._patience:g} s; its stacks are in {path}")])
 
     async def _end_job(self, job: Job, reason: str) -> None:
         found = self._finding

@@ -35,10 +35,12 @@ def answer(path: Path) -> None:
         signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
         return
     faulthandler.register(STACKS_SIGNAL, file=file, all_threads=True, chain=False)
-    atexit.register(_stop, file)
+    atexit.register(_stop, file, os.getpid())
 
 
-def _stop(file: TextIO) -> None:
+def _stop(file: TextIO, owner: int) -> None:
+    if os.getpid() != owner:  # forked from it
+        return
     signal.signal(STACKS_SIGNAL, signal.SIG_IGN)
     with contextlib.suppress(OSError):
         if os.fstat(file.fileno()).st_size == 0:

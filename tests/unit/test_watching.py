@@ -65,12 +65,18 @@ class Node:
         self.done: list[Action] = []
         self.events: list[dict[str, object]] = []
         self.errors: list[BaseException] = []
-        settings: Any = SimpleNamespace(run_dir=str(run_dir), policy=SimpleNamespace(hang=POLICY))
+        policy = SimpleNamespace(hang=POLICY, deadlines=SimpleNamespace(abort=0.01))
+        settings: Any = SimpleNamespace(run_dir=str(run_dir), policy=policy)
+        self.immortal = False
         self.watching = Watching(self, self, settings, lambda: self.now)  # type: ignore[arg-type]
 
     # the shell, and the decider
     def do(self, actions: list[Action]) -> None:
         self.done += actions
+        for action in actions:
+            if isinstance(action, Kill) and not self.immortal:
+                self.slots[action.key - 1].trainer = None
+                self.job.steady = False
 
     def emit(self, event: str, fields: dict[str, object]) -> None:
         self.events.append({"event": event, **fields})
@@ -164,6 +170,15 @@ def test_one_that_dies_meanwhile_is_not_killed(node: Node, monkeypatch: pytest.M
     monkeypatch.setattr(stacks, "save", save)
     run(node, node.hang())
     assert (node.done, node.events) == ([], [])
+
+
+def test_one_that_does_not_die_ends_the_job(node: Node) -> None:
+    node.immortal = True
+    run(node, node.hang())
+    kill, end = node.done
+    assert kill == Kill(2)
+    assert isinstance(end, End)
+    assert "not even by SIGKILL" in str(end.reason)
 
 
 def test_a_recovery_is_not_watched(node: Node) -> None:
