@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 from leto_elastic.launch.actions import Death, Kind
 from leto_elastic.recovery.ladder import ShadowState
 from leto_elastic.recovery.policy import FailureClass
-from leto_elastic.state.header import Position
+from leto_elastic.state.header import Position, Signs
 
 
 class Blob(NamedTuple):
@@ -35,7 +35,7 @@ class HeaderView(Protocol):
     def position(self) -> Position: ...
 
     @property
-    def progress(self) -> tuple[int, int]: ...
+    def signs(self) -> Signs: ...
 
     @property
     def groups(self) -> dict[int, int]: ...

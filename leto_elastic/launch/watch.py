@@ -20,6 +20,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from leto_elastic.recovery.policy import HangPolicy
+from leto_elastic.state.header import Signs
 
 FIRST_STEPS = 3
 """Steps committed before steps are judged by those before them."""
@@ -29,22 +30,6 @@ _WINDOW = 20
 
 _ASLEEP = 1.0
 """Seconds between two samples after which this agent has been asleep."""
-
-
-class Sample(NamedTuple):
-    """A trainer at an instant.
-
-    Args:
-        step: that its header stands at.
-        progress: changes whenever it gets on.
-        beat: when Python ran in it last, monotonic seconds.
-        paused: until when it may stand still, monotonic seconds; 0.0: it may not.
-    """
-
-    step: int
-    progress: tuple[int, int]
-    beat: float
-    paused: float
 
 
 class Finding(NamedTuple):
@@ -95,28 +80,27 @@ class Watch:
         self._step, self._came = -1, None
         self._last = float("-inf")
 
-    def look(self, now: float, samples: Mapping[int, Sample]) -> Finding:
+    def look(self, now: float, samples: Mapping[int, Signs]) -> Finding:
         """The node's trainers by rank, at `now` (monotonic seconds)."""
         if now - self._last > _ASLEEP:
             self.rest()
             self._since = now
         self._last = now
-        if any(sample.paused for sample in samples.values()):
+        paused = max(sign.paused for sign in samples.values())
+        if paused:
             self._came = None  # a step with a pause says nothing about others
-        self._learn(now, max(sample.step for sample in samples.values()))
-        signature = [(sample.progress, sample.paused) for sample in samples.values()]
+        self._learn(now, max(sign.step for sign in samples.values()))
+        signature = [(sign.progress, sign.paused) for sign in samples.values()]
         if signature != self._signature:
             self._signature, self._moved = signature, now
-        silences = {
-            rank: now - max(sample.beat, self._since, sample.paused)
-            for rank, sample in samples.items()
-            if sample.paused <= now
-        }
-        silent = {rank: seconds for rank, seconds in silences.items() if seconds > self.patience}
-        stalled = now - self._moved
-        if stalled <= self.limit or len(silences) < len(samples):
+        stalled, limit = now - self._moved, self.limit
+        if stalled <= limit or paused > now:
             stalled = 0.0
-        return Finding(silent, stalled, self.limit)
+        oldest = now - self.patience
+        if min(sign.beat for sign in samples.values()) >= oldest or self._since >= oldest:
+            return Finding({}, stalled, limit)
+        silences = {rank: now - max(sign.beat, self._since, sign.paused) for rank, sign in samples.items()}
+        return Finding({rank: s for rank, s in silences.items() if s > self.patience}, stalled, limit)
 
     def _learn(self, now: float, newest: int) -> None:
         if newest > self._step >= 0:

@@ -25,9 +25,10 @@ from leto_elastic.launch.job import Job
 from leto_elastic.launch.slots import HeaderView, Member, Slot
 from leto_elastic.launch.terms import Settings
 from leto_elastic.launch.together import Shell
-from leto_elastic.launch.watch import Finding, Sample, Watch
+from leto_elastic.launch.watch import Finding, Watch
 from leto_elastic.observe.stacks import file_of
 from leto_elastic.recovery.policy import FailureClass
+from leto_elastic.state.header import Signs
 
 _INTERVAL = 0.025
 """Seconds between two samples."""
@@ -174,18 +175,19 @@ class Watching:
 
 def _sign(header: HeaderView, *, silent: bool) -> object:
     """What changes when a trainer that hung goes on."""
-    return header.beat if silent else header.progress
+    return header.beat if silent else header.signs.progress
 
 
-def _samples(job: Job) -> dict[int, Sample] | None:
+def _samples(job: Job) -> dict[int, Signs] | None:
     """By rank; None until all trainers of this node show signs of life."""
     found = {}
     for slot in job.slots:
         header = slot.held.header
-        if slot.trainer is None or header is None or not header.valid or header.beat == 0.0:
+        if slot.trainer is None or header is None or not header.valid:
             return None
-        progress = header.progress
-        found[slot.rank] = Sample(header.position.step, progress, header.beat, header.paused)
+        signs = found[slot.rank] = header.signs
+        if signs.beat == 0.0:
+            return None
     return found
 
 

@@ -22,8 +22,8 @@ And words by which an agent tells whether the trainer is alive (see `worker.hear
     paused     until when it may stand still, monotonic seconds; 0.0: it may not
     waiting    key (`key_of`) of the group with a collective that it has entered and that is not over; 0 for none
     thread     id of the thread that beats
-    calls      collectives entered in this epoch, all together
     groups     key and number of collectives entered in this epoch, for up to 32 groups
+    others     collectives entered of all other groups, together
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ import ctypes
 import enum
 import hashlib
 import mmap
+import struct
 from typing import NamedTuple
 
 HEADER_BYTES = 4096
@@ -125,14 +126,32 @@ class _Layout(ctypes.Structure):
         ("paused", ctypes.c_double),
         ("waiting", ctypes.c_int64),
         ("thread", ctypes.c_int64),
-        ("calls", ctypes.c_int64),
+        ("others", ctypes.c_int64),
         ("groups", ctypes.c_int64 * (2 * GROUPS)),
     ]
 
 
 _WORD = _Layout.word.offset // 8
-_CALLS = _Layout.calls.offset // 8
-_GROUPS = _Layout.groups.offset // 8
+_POSITION = slice(_Layout.word.offset, _Layout.word.offset + 8)
+_OTHERS = _Layout.others.offset // 8
+_COUNTS = _Layout.groups.offset // 8 + 1
+_SIGNS = struct.Struct("dd")
+_CALLS = slice(_Layout.others.offset, ctypes.sizeof(_Layout))
+
+
+class Signs(NamedTuple):
+    """Of a trainer at an instant.
+
+    Args:
+        step: that it stands at.
+        progress: changes whenever it gets on.
+        beat, paused: see above.
+    """
+
+    step: int
+    progress: bytes
+    beat: float
+    paused: float
 
 
 class Header:
@@ -253,9 +272,10 @@ class Header:
         self._view.thread = ident
 
     @property
-    def progress(self) -> tuple[int, int]:
-        """Something that changes whenever the trainer gets on."""
-        return self._words[_WORD], self._words[_CALLS]
+    def signs(self) -> Signs:
+        """Signs of life, read often."""
+        beat, paused = _SIGNS.unpack_from(self._map, _Layout.beat.offset)
+        return Signs(self._words[_WORD] >> 24, self._map[_POSITION] + self._map[_CALLS], beat, paused)
 
     def forget(self) -> None:
         """What a process before this one, or the epoch before, has left of these words."""
@@ -265,7 +285,7 @@ class Header:
 
     def forget_calls(self) -> None:
         """Begin to count collectives: no group is known."""
-        self._view.waiting = self._view.calls = 0
+        self._view.waiting = self._view.others = 0
         ctypes.memset(ctypes.addressof(self._view.groups), 0, ctypes.sizeof(self._view.groups))
 
     def set_group(self, index: int, key: int) -> None:
@@ -275,9 +295,7 @@ class Header:
 
     def entered(self, index: int) -> None:
         """Another collective of the group in this line; -1: of a group that has none."""
-        self._words[_CALLS] += 1
-        if index >= 0:
-            self._words[_GROUPS + 2 * index + 1] += 1
+        self._words[_COUNTS + 2 * index if index >= 0 else _OTHERS] += 1
 
     @property
     def groups(self) -> dict[int, int]:

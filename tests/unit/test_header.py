@@ -95,16 +95,16 @@ def test_a_header_outlives_its_writer(segment: int) -> None:
 def test_collectives_are_counted_by_group(segment: int) -> None:
     trainer, agent = Header(segment), Header(segment)
     trainer.initialise()
-    before = agent.progress
+    before = agent.signs.progress
     trainer.set_group(0, key_of("default"))
     trainer.set_group(GROUPS - 1, key_of("pairs"))
     trainer.entered(0)
     trainer.entered(0)
     trainer.entered(-1)
     assert agent.groups == {key_of("default"): 2, key_of("pairs"): 0}
-    assert agent.progress != before
+    assert agent.signs.progress != before
     trainer.forget_calls()
-    assert (agent.groups, agent.progress) == ({}, before)
+    assert (agent.groups, agent.signs.progress) == ({}, before)
     trainer.close()
     agent.close()
 

@@ -100,9 +100,9 @@ def test_more_groups_than_lines_still_are_progress(header: Header) -> None:
     counter = Counter(header)
     for number in range(GROUPS + 3):
         counter.knows(str(number))
-    before = header.progress
+    before = header.signs.progress
     counter.entered(str(GROUPS + 1))
-    assert header.progress != before
+    assert header.signs.progress != before
     assert len(header.groups) == GROUPS
     assert sum(header.groups.values()) == 0
 

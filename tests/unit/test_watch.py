@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from leto_elastic.launch.watch import Finding, Sample, Watch
+from leto_elastic.launch.watch import Finding, Watch
 from leto_elastic.recovery.policy import HangPolicy
+from leto_elastic.state.header import Signs
 
 POLICY = HangPolicy(factor=10, min=2, first=300, pause=600, heartbeat=5)
 TICK = 0.025
@@ -31,7 +32,9 @@ class Node:
         return self.watch.look(
             self.now,
             {
-                rank: Sample(self.step, (self.step, self.calls), self.stopped.get(rank, self.now), self.paused[rank])
+                rank: Signs(
+                    self.step, bytes([self.step, self.calls]), self.stopped.get(rank, self.now), self.paused[rank]
+                )
                 for rank in (0, 1)
             },
         )

@@ -18,7 +18,7 @@ from leto_elastic.launch.actions import Action, End, Kill
 from leto_elastic.launch.culprit import Standing
 from leto_elastic.launch.watching import Watching
 from leto_elastic.recovery.policy import HangPolicy
-from leto_elastic.state.header import Phase, Position
+from leto_elastic.state.header import Phase, Position, Signs
 
 POLICY = HangPolicy(factor=10, min=2, first=300, pause=600, heartbeat=50)
 GROUP, OWN = 1, 9
@@ -35,8 +35,9 @@ class Header:
     valid: bool = True
 
     @property
-    def progress(self) -> tuple[int, int]:
-        return self.position.step, self.calls
+    def signs(self) -> Signs:
+        step = self.position.step
+        return Signs(step, bytes([step, self.calls]), self.beat, self.paused)
 
     @property
     def groups(self) -> dict[int, int]:
