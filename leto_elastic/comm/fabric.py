@@ -47,8 +47,8 @@ class Watch(Protocol):
     def knows(self, group: str) -> None:
         """There is such a group."""
 
-    def entered(self, group: str) -> None:
-        """A collective of this group begins, and not one between two ranks."""
+    def entered(self, group: str, signature: int) -> None:
+        """A collective of this group begins, and not one between two ranks; `signature` is the same in all ranks."""
 
     def restart(self) -> None:
         """A new epoch: counts begin at 0 in every rank."""
@@ -160,11 +160,11 @@ class Fabric:
                 self._groups.remove(group)
         self._let_go(group)
 
-    def track(self, work: LetoWork, group: str, *, counts: bool = True) -> LetoWork:
-        """Remember an operation of a group under way, so that an abort can end it. `counts`: it is a collective."""
+    def track(self, work: LetoWork, group: str, signature: int = 0) -> LetoWork:
+        """Remember an operation of a group under way, so that an abort can end it. `signature`: of a collective."""
         work.group = group
-        if counts and self._watch is not None:
-            self._watch.entered(group)
+        if signature and self._watch is not None:
+            self._watch.entered(group, signature)
         with self._lock:
             self._works.add(work)
         return work
@@ -401,4 +401,4 @@ class Fabric:
         options = dist.AllreduceOptions()
         options.reduceOp = op
         work = LetoWork(self, epoch, inner.allreduce([values], options), [values], owner=id(inner))
-        return self.track(work, _OWN).join()
+        return self.track(work, _OWN, 1).join()

@@ -5,6 +5,8 @@ that they wait in. A rank that waits in a collective *blames* the members of its
 these may wait in turn for somebody else, in another group. Following the blame ends
 
 * at a rank that waits for nobody: it sleeps, loops or computes without end. Or
+* in a group in which all members wait, but not in the same collective: one left out a collective of this group, and met
+  the others in the next. It is the one, or few, that differ from most; of two, the one that is further along. Or
 * in a circle, when a rank left out a collective and now waits in a later one. It is the one that is further along than
   those who blame it, as far as the phases of the step tell; else the one that most blame; else the one with the fewest
   calls; else, as nothing tells them apart, the lowest.
@@ -28,7 +30,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     Args:
         step, phase: of its header.
         waiting: key of the group of its first operation that is not over, 0: there is none.
-        calls: collectives entered, by key of the group.
+        calls, last: collectives entered and signature of the last of them, by key of the group.
         parked: its epoch was lost to it, so it waits for a plan, whatever it waited in before.
         silent: no Python runs in it.
     """
@@ -38,6 +40,7 @@ class Standing(msgspec.Struct, frozen=True, array_like=True):
     phase: int
     waiting: int
     calls: dict[int, int]
+    last: dict[int, int]
     parked: bool = False
     silent: bool = False
 
@@ -62,6 +65,13 @@ def culprit(standings: Sequence[Standing]) -> Verdict:
     if not waiting:
         return Verdict((), "no rank waits in a collective: all of them compute")
     blamers = _blamers(standings)
+    by_rank = {s.rank: s for s in standings}
+    roots = tuple(sorted(rank for rank in blamers if not by_rank[rank].waits))
+    if roots:
+        return Verdict(roots, _missing(len(blamers[roots[0]])))
+    odd = _odd(standings)
+    if odd:
+        return Verdict(odd, "entered another collective than the others of its group")
     if not blamers:
         busy = tuple(sorted(s.rank for s in standings if not s.waits))
         if busy:
@@ -70,10 +80,6 @@ def culprit(standings: Sequence[Standing]) -> Verdict:
         return Verdict(
             (lowest,), "all ranks wait in the same collective, so a connection is dead; this one is the lowest"
         )
-    by_rank = {s.rank: s for s in standings}
-    roots = tuple(sorted(rank for rank in blamers if not by_rank[rank].waits))
-    if roots:
-        return Verdict(roots, _missing(len(blamers[roots[0]])))
 
     def guilt(rank: int) -> tuple[bool, int, int, int]:
         ahead = any(_place(by_rank[rank]) > _place(by_rank[blamer]) for blamer in blamers[rank])
@@ -100,6 +106,21 @@ def _blamers(standings: Sequence[Standing]) -> dict[int, list[int]]:
         for rank in blamed:
             blamers.setdefault(rank, []).append(blamer.rank)
     return blamers
+
+
+def _odd(standings: Sequence[Standing]) -> tuple[int, ...]:
+    """In the first group in which all members wait, but not all in the same collective, those that differ."""
+    for key in sorted({key for s in standings for key in s.calls}):
+        members = [s for s in standings if key in s.calls]
+        if all(s.parked or s.waiting == key for s in members):
+            classes: dict[tuple[int, int], list[Standing]] = {}
+            for s in members:
+                classes.setdefault((s.calls[key], s.last.get(key, 0)), []).append(s)
+            if len(classes) > 1:
+                fewest = min(len(found) for found in classes.values())
+                odd = [found for found in classes.values() if len(found) == fewest]
+                return tuple(s.rank for s in max(odd, key=lambda found: (_place(found[0]), -found[0].rank)))
+    return ()
 
 
 def _place(standing: Standing) -> tuple[int, int]:

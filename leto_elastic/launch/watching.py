@@ -197,14 +197,15 @@ def _stand(job: Job, silent: Mapping[int, float]) -> list[Standing]:
         header, member = slot.held.header, slot.trainer
         assert header is not None
         assert member is not None
-        position = header.position
+        position, groups = header.position, header.groups
         found.append(
             Standing(
                 rank=slot.rank,
                 step=position.step,
                 phase=int(position.phase),
                 waiting=header.waiting,
-                calls=header.groups,
+                calls={key: calls for key, (calls, _) in groups.items()},
+                last={key: last for key, (_, last) in groups.items()},
                 parked=member.parked,
                 silent=slot.rank in silent,
             )

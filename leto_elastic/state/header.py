@@ -22,7 +22,7 @@ And words by which an agent tells whether the trainer is alive (see `worker.hear
     paused     until when it may stand still, monotonic seconds; 0.0: it may not
     waiting    key (`key_of`) of the group with a collective that it has entered and that is not over; 0 for none
     thread     id of the thread that beats
-    groups     key and number of collectives entered in this epoch, for up to 32 groups
+    groups     key, number of collectives entered in this epoch, and signature of the last one, for up to 32 groups
     others     collectives entered of all other groups, together
 """
 
@@ -127,7 +127,7 @@ class _Layout(ctypes.Structure):
         ("waiting", ctypes.c_int64),
         ("thread", ctypes.c_int64),
         ("others", ctypes.c_int64),
-        ("groups", ctypes.c_int64 * (2 * GROUPS)),
+        ("groups", ctypes.c_int64 * (3 * GROUPS)),
     ]
 
 
@@ -290,18 +290,23 @@ class Header:
 
     def set_group(self, index: int, key: int) -> None:
         """Count the collectives of a group in line `index` of the table, below `GROUPS`, from 0 on."""
-        self._view.groups[2 * index + 1] = 0
-        self._view.groups[2 * index] = key
+        self._view.groups[3 * index + 1] = self._view.groups[3 * index + 2] = 0
+        self._view.groups[3 * index] = key
 
-    def entered(self, index: int) -> None:
+    def entered(self, index: int, signature: int) -> None:
         """Another collective of the group in this line; -1: of a group that has none."""
-        self._words[_COUNTS + 2 * index if index >= 0 else _OTHERS] += 1
+        if index < 0:
+            self._words[_OTHERS] += 1
+            return
+        line = _COUNTS + 3 * index
+        self._words[line] += 1
+        self._words[line + 1] = signature
 
     @property
-    def groups(self) -> dict[int, int]:
-        """Collectives entered, by key of the group."""
-        pairs = list(self._view.groups)
-        return {key: calls for key, calls in zip(pairs[::2], pairs[1::2], strict=True) if key}
+    def groups(self) -> dict[int, tuple[int, int]]:
+        """Collectives entered and signature of the last one, by key of the group."""
+        words = list(self._view.groups)
+        return {key: (calls, last) for key, calls, last in zip(*(words[i::3] for i in range(3)), strict=True) if key}
 
     def close(self) -> None:
         """Unmap. The header must not be used afterwards."""

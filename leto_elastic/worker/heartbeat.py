@@ -41,13 +41,13 @@ class Counter:
             if line < GROUPS:
                 self._header.set_group(line, key_of(group))
 
-    def entered(self, group: str) -> None:
+    def entered(self, group: str, signature: int) -> None:
         """A collective of this group begins."""
         line = self._lines.get(group)
         if line is None:
             self.knows(group)
             line = self._lines[group]
-        self._header.entered(line)
+        self._header.entered(line, signature)
 
     def restart(self) -> None:
         """A new epoch: begin at 0 in every rank."""

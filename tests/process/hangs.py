@@ -23,6 +23,7 @@ from leto_elastic.testing import faults
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--skip", default="-1:0", help="RANK:STEP, leave the all-reduce out there, once")
+parser.add_argument("--default", action="store_true", help="the all-reduce is one of the default group")
 parser.add_argument("--first", type=float, default=0.0, help="seconds that step 0 takes")
 parser.add_argument("--pause", default="-1:0", help="STEP:SECONDS, that rank 0 takes there with the watch paused")
 parser.add_argument("--slow", default="", help="comma-separated steps that take longer than ...")
@@ -45,7 +46,7 @@ def once(name: str) -> bool:
     return True
 
 
-def body(group: Any) -> None:
+def body(group: dist.ProcessGroup | None) -> None:
     (step,) = now
     rank = dist.get_rank()
     if step.rehearsal:
@@ -61,7 +62,7 @@ def body(group: Any) -> None:
 
 def build(arguments: argparse.Namespace) -> nn.Module:
     model = build_as_ever(arguments)
-    group = dist.new_group()
+    group = None if args.default else dist.new_group()
     model.register_forward_pre_hook(lambda _module, _args: body(group))
     return model
 

@@ -76,6 +76,13 @@ def test_a_collective_left_out(tmp_path: Path, reference: Reference) -> None:
     assert 'train.py", line' in stacks(hang)
 
 
+def test_a_collective_left_out_before_another_one_of_its_group(tmp_path: Path, reference: Reference) -> None:
+    """What the ranks do there does not fit together: gloo lets them hang or fail, and nobody has died."""
+    with run(tmp_path / "run", "--skip", "1:5", "--default") as job:
+        hang = check(job, reference(*ARGS, nproc=RANKS), 1)
+    assert "entered another collective than the others of its group" in str(hang["reason"])
+
+
 def test_what_only_takes_long_is_left_alone(tmp_path: Path) -> None:
     """A first step that takes longer than any limit of later ones, steps that vary by 5 times, a pause."""
     varying = ("--first", "4", "--pace", "0.1:0.5", "--slow", "5,7,8,12,18", "--pause", "15:4")

@@ -20,8 +20,9 @@ def at(
     phase: int = COMPUTE,
     parked: bool = False,
     silent: bool = False,
+    last: int = 0,
 ) -> Standing:
-    return Standing(rank, step, phase, waiting, calls, parked, silent)
+    return Standing(rank, step, phase, waiting, calls, {waiting: last} if waiting else {}, parked, silent)
 
 
 def test_a_rank_that_sleeps_in_the_body_while_the_others_wait() -> None:
@@ -93,7 +94,26 @@ def test_the_one_further_on_counts_more_than_many_who_wait_for_a_victim() -> Non
 def test_ranks_whose_collectives_failed_against_each_other() -> None:
     """A collective left out on the vote's connections: gloo fails in all ranks, and nobody died."""
     ranks = [at(rank, {DEFAULT: 12, OWN: 4}, parked=True) for rank in range(3)]
-    assert culprit([*ranks, at(3, {DEFAULT: 11, OWN: 5}, phase=VOTE, parked=True)]).ranks == (3,)
+    verdict = culprit([*ranks, at(3, {DEFAULT: 11, OWN: 5}, phase=VOTE, parked=True)])
+    assert verdict == ((3,), "entered another collective than the others of its group")
+
+
+def test_a_collective_left_out_before_another_one_of_the_same_group() -> None:
+    """All have entered equally many, but one of them not the same."""
+    ranks = [at(rank, {DEFAULT: 12}, DEFAULT, last=17) for rank in (0, 1, 3)]
+    assert culprit([*ranks, at(2, {DEFAULT: 12}, DEFAULT, last=18)]).ranks == (2,)
+    assert culprit([*ranks, at(2, {DEFAULT: 13}, DEFAULT, last=17)]).ranks == (2,), "it was let through once"
+    assert culprit([ranks[0], at(2, {DEFAULT: 12}, DEFAULT, phase=VOTE, last=18)]).ranks == (2,)
+
+
+def test_different_collectives_say_nothing_while_a_member_waits_elsewhere() -> None:
+    ranks = [
+        at(0, {PAIRS: 5, DEFAULT: 12}, PAIRS, last=17),
+        at(1, {PAIRS: 6, DEFAULT: 12}, PAIRS, last=18),
+        at(2, {PAIRS: 4, DEFAULT: 13}, DEFAULT, phase=VOTE),
+        at(3, {PAIRS: 5, DEFAULT: 12}, PAIRS, last=17),
+    ]
+    assert culprit(ranks).ranks == (2,)
 
 
 def test_a_rank_that_owes_the_others_only_a_message() -> None:

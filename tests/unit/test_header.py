@@ -98,10 +98,10 @@ def test_collectives_are_counted_by_group(segment: int) -> None:
     before = agent.signs.progress
     trainer.set_group(0, key_of("default"))
     trainer.set_group(GROUPS - 1, key_of("pairs"))
-    trainer.entered(0)
-    trainer.entered(0)
-    trainer.entered(-1)
-    assert agent.groups == {key_of("default"): 2, key_of("pairs"): 0}
+    trainer.entered(0, 17)
+    trainer.entered(0, 18)
+    trainer.entered(-1, 19)
+    assert agent.groups == {key_of("default"): (2, 18), key_of("pairs"): (0, 0)}
     assert agent.signs.progress != before
     trainer.forget_calls()
     assert (agent.groups, agent.signs.progress) == ({}, before)

@@ -87,13 +87,13 @@ def test_a_pause_outside_of_a_job_does_nothing() -> None:
 def test_counts_begin_anew_with_an_epoch(header: Header) -> None:
     counter = Counter(header)
     counter.knows("default")
-    counter.entered("default")
-    counter.entered("late")
-    assert header.groups == {key_of("default"): 1, key_of("late"): 1}
+    counter.entered("default", 17)
+    counter.entered("late", 18)
+    assert header.groups == {key_of("default"): (1, 17), key_of("late"): (1, 18)}
     counter.restart()
-    assert header.groups == {key_of("default"): 0, key_of("late"): 0}
-    counter.entered("default")
-    assert header.groups[key_of("default")] == 1
+    assert header.groups == {key_of("default"): (0, 0), key_of("late"): (0, 0)}
+    counter.entered("default", 17)
+    assert header.groups[key_of("default")] == (1, 17)
 
 
 def test_more_groups_than_lines_still_are_progress(header: Header) -> None:
@@ -101,10 +101,10 @@ def test_more_groups_than_lines_still_are_progress(header: Header) -> None:
     for number in range(GROUPS + 3):
         counter.knows(str(number))
     before = header.signs.progress
-    counter.entered(str(GROUPS + 1))
+    counter.entered(str(GROUPS + 1), 17)
     assert header.signs.progress != before
     assert len(header.groups) == GROUPS
-    assert sum(header.groups.values()) == 0
+    assert set(header.groups.values()) == {(0, 0)}
 
 
 ASLEEP = """

@@ -40,8 +40,8 @@ class Header:
         return Signs(step, bytes([step, self.calls]), self.beat, self.paused)
 
     @property
-    def groups(self) -> dict[int, int]:
-        return {GROUP: self.calls}
+    def groups(self) -> dict[int, tuple[int, int]]:
+        return {GROUP: (self.calls, 0)}
 
 
 class Node:
@@ -206,7 +206,7 @@ def test_when_all_compute_the_job_ends_and_says_what_to_do(node: Node) -> None:
 
 
 def others(*, waiting: int = GROUP, calls: int = 7) -> bytes:
-    return msgspec.json.encode([Standing(rank, 5, 2, waiting, {GROUP: calls}) for rank in (0, 1)])
+    return msgspec.json.encode([Standing(rank, 5, 2, waiting, {GROUP: calls}, {}) for rank in (0, 1)])
 
 
 def test_a_node_of_several_says_that_it_stalls_and_takes_it_back(one_of_two: Node) -> None:
