@@ -30,7 +30,7 @@ def main() -> None:
     parser.add_argument("--toggle", type=int, default=0)
     parser.add_argument("--steps", type=int, default=1_000_000)
     args = parser.parse_args()
-    args.seed, args.data = 0, None
+    args.seed, args.data, args.grad_accum = 0, None, 1
     leto.init()
     rank = dist.get_rank()
     directory = Path(leto.run_dir())
