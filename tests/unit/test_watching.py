@@ -13,12 +13,18 @@ from typing import Any
 import msgspec
 import pytest
 
+from leto_elastic.coordinator.roster import Said
+from leto_elastic.coordinator.schema import NodeRecord, Seat
 from leto_elastic.launch import stacks
 from leto_elastic.launch.actions import Action, End, Kill
 from leto_elastic.launch.culprit import Standing
+from leto_elastic.launch.etcd_decider import EtcdDecider
 from leto_elastic.launch.watching import Watching
+from leto_elastic.launch.world import PlanView, World
+from leto_elastic.recovery.config import load_policy
 from leto_elastic.recovery.policy import HangPolicy
 from leto_elastic.state.header import Phase, Position, Signs
+from leto_elastic.wire import StoreAddress
 
 POLICY = HangPolicy(factor=10, min=2, first=300, pause=600, heartbeat=50)
 GROUP, OWN = 1, 9
@@ -259,3 +265,19 @@ def test_a_culprit_elsewhere_is_the_business_of_its_node(one_of_two: Node) -> No
         assert node.done == []
 
     run(node, story())
+
+
+def test_what_is_said_of_stalls_is_told_at_each_change_and_of_other_stages_once() -> None:
+    node: Any = NodeRecord(host="a", pid=1, slots=1)
+    decider = EtcdDecider(None, "job", node, (2, 2), load_policy(None), 0)
+    heard: list[tuple[str, dict[int, bytes]]] = []
+    decider._ears = SimpleNamespace(met=lambda epoch, stage, said: heard.append((stage, said)))  # type: ignore[assignment]
+    world = World((Seat(node="a", slots=1), Seat(node="b", slots=1)), 0)
+    decider._plan = PlanView(4, "start", {}, StoreAddress("", 0), "", world)
+    for stage in ("stalled", "ready"):
+        decider._hear(Said(3, stage, 0, b"old"))
+        for position, payload in ((1, b"one"), (0, b"two"), (1, b""), (1, b"three")):
+            decider._hear(Said(4, stage, position, payload))
+    stalls = [said for stage, said in heard if stage == "stalled"]
+    assert stalls == [{0: b"two", 1: b"one"}, {0: b"two", 1: b""}, {0: b"two", 1: b"three"}]
+    assert [said for stage, said in heard if stage == "ready"] == stalls[:1]
