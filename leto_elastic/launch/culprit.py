@@ -117,9 +117,8 @@ def _odd(standings: Sequence[Standing]) -> tuple[int, ...]:
             for s in members:
                 classes.setdefault((s.calls[key], s.last.get(key, 0)), []).append(s)
             if len(classes) > 1:
-                fewest = min(len(found) for found in classes.values())
-                odd = [found for found in classes.values() if len(found) == fewest]
-                return tuple(s.rank for s in max(odd, key=lambda found: (_place(found[0]), -found[0].rank)))
+                worst = max(classes.values(), key=lambda c: (-len(c), _place(c[0]), -c[0].calls[key], -c[0].rank))
+                return tuple(s.rank for s in worst)
     return ()
 
 

@@ -104,6 +104,7 @@ def test_a_collective_left_out_before_another_one_of_the_same_group() -> None:
     assert culprit([*ranks, at(2, {DEFAULT: 12}, DEFAULT, last=18)]).ranks == (2,)
     assert culprit([*ranks, at(2, {DEFAULT: 13}, DEFAULT, last=17)]).ranks == (2,), "it was let through once"
     assert culprit([ranks[0], at(2, {DEFAULT: 12}, DEFAULT, phase=VOTE, last=18)]).ranks == (2,)
+    assert culprit([ranks[0], at(2, {DEFAULT: 11}, DEFAULT, last=18)]).ranks == (2,)
 
 
 def test_different_collectives_say_nothing_while_a_member_waits_elsewhere() -> None:
