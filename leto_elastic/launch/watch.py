@@ -99,7 +99,7 @@ class Watch:
         oldest = now - self.patience
         if min(sign.beat for sign in samples.values()) >= oldest or self._since >= oldest:
             return Finding({}, stalled, limit)
-        silences = {rank: now - max(sign.beat, self._since, sign.paused) for rank, sign in samples.items()}
+        silences = {rank: now - max(sign.beat, sign.paused) for rank, sign in samples.items()}
         return Finding({rank: s for rank, s in silences.items() if s > self.patience}, stalled, limit)
 
     def _learn(self, now: float, newest: int) -> None:
