@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,23 @@ from leto_elastic.comm.work import LetoWork
 from leto_elastic.errors import CommunicatorLost, EpochAborted, LetoError, ShadowUnfit
 
 BACKEND = "leto"
+_OWN = "leto:own"  # the runtime's own collectives, on the default group's connections
 _POLL = 0.002  # seconds between two attempts to wake a construction that opens new sockets meanwhile
 
 _current: Fabric | None = None
+
+
+class Watch(Protocol):
+    """Who is told of collectives, to know later which rank did not come to one. Groups are told by their names."""
+
+    def knows(self, group: str) -> None:
+        """There is such a group."""
+
+    def entered(self, group: str, signature: int) -> None:
+        """A collective of this group begins, and not one between two ranks; `signature` is the same in all ranks."""
+
+    def restart(self) -> None:
+        """A new epoch: counts begin at 0 in every rank."""
 
 
 def _create(options: Any, _backend_options: Any) -> LetoGroup:
@@ -104,6 +118,7 @@ class Fabric:
         self._abort_reason = ""
         self._expired = False  # the deadline of a construction passed
         self._announced = -1  # newest epoch reported by on_failure
+        self._watch: Watch | None = None
 
     # ---- groups
 
@@ -135,6 +150,8 @@ class Fabric:
                 raise CommunicatorLost(f"group {name!r} could not be made: {error}") from error
         with self._lock:
             self._groups.append(group)
+        if self._watch is not None:
+            self._watch.knows(name)
         return group
 
     def forget(self, group: LetoGroup) -> None:
@@ -144,11 +161,30 @@ class Fabric:
                 self._groups.remove(group)
         self._let_go(group)
 
-    def track(self, work: LetoWork) -> LetoWork:
-        """Remember an operation under way, so that an abort can end it."""
+    def track(self, work: LetoWork, group: str, signature: int = 0) -> LetoWork:
+        """Remember an operation of a group under way, so that an abort can end it. `signature`: of a collective."""
+        work.group = group
+        if signature and self._watch is not None:
+            self._watch.entered(group, signature)
         with self._lock:
             self._works.add(work)
         return work
+
+    def count_in(self, watch: Watch | None) -> None:
+        """Tell `watch` (None: nobody) of the groups, and of all collectives from now on."""
+        if watch is not None:
+            with self._lock:
+                names = [_OWN, *(group.getGroupName() for group in self._groups)]
+            for name in names:
+                watch.knows(name)
+        self._watch = watch
+
+    def pending(self) -> str:
+        """Name of the group with the first operation of this epoch that is not over, "" when all are. Any thread."""
+        with self._lock:
+            works = list(self._works)
+        waiting = [work for work in works if work.epoch == self.epoch and not work.is_completed()]
+        return min(waiting, key=lambda work: work.number).group if waiting else ""
 
     # ---- epochs
 
@@ -173,6 +209,8 @@ class Fabric:
             self.epoch = epoch
             self.loopback = False
             self.poisoned, self.spoiled, self.reason = False, False, ""
+        if self._watch is not None:
+            self._watch.restart()
 
     def _construct(
         self, generation: GlooEpoch, deadline: float, groups: list[LetoGroup], store: tuple[str, int] | None = None
@@ -367,4 +405,4 @@ class Fabric:
         options = dist.AllreduceOptions()
         options.reduceOp = op
         work = LetoWork(self, epoch, inner.allreduce([values], options), [values], owner=id(inner))
-        return self.track(work).join()
+        return self.track(work, _OWN, 1).join()

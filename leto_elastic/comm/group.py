@@ -33,6 +33,17 @@ _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 _IMMEDIATE = _POINT_TO_POINT | {"monitored_barrier"}
 
 
+# Numbers of the operations, the same in all ranks, and those whose tensors are equally large in all of them.
+_NUMBERS = {op: number for number, op in enumerate(loopback.OPS, 1)}
+_EQUAL = frozenset({"allreduce", "broadcast"})
+
+
+def _signature(op: str, outputs: list[torch.Tensor]) -> int:
+    """Equal in all ranks that do the same, as far as that can be said; above 0."""
+    size = outputs[0].numel() if op in _EQUAL and outputs else 0
+    return _NUMBERS[op] << 48 | size
+
+
 def _forward(op: str) -> Any:
     def method(self: LetoGroup, *args: Any, **kwargs: Any) -> Work:
         return self._run(op, args, kwargs)
@@ -176,9 +187,11 @@ class LetoGroup(dist.ProcessGroup):
             fabric.failed(epoch, str(error).partition("\n")[0])
             return self._lost(epoch, outputs)
         if op in _POINT_TO_POINT:
-            return fabric.track(PointToPointWork(fabric, epoch, work, outputs, on_done=on_done))
+            between_two = PointToPointWork(fabric, epoch, work, outputs, on_done=on_done)
+            return fabric.track(between_two, self._name)
         slices = not fabric.nccl or bool(outputs and outputs[0].is_cpu)
-        return fabric.track(LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices))
+        made = LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices)
+        return fabric.track(made, self._name, _signature(op, outputs))
 
     def _lost(self, epoch: int, outputs: list[torch.Tensor]) -> Work:
         if not self._fabric.forgives(epoch):

@@ -13,6 +13,7 @@ both sleep until their timeout, half an hour away. So nobody here blocks in gloo
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ _SLICE = timedelta(milliseconds=10)
 _GLANCE = timedelta(milliseconds=1)
 _TIME_IS_UP = "Operation timed out"  # of c10d::Work::wait; gloo's own timeouts say "Timed out waiting"
 _PENDING = TimeoutError(_TIME_IS_UP)
+_numbers = itertools.count()
 
 
 class Judge(Protocol):
@@ -65,6 +67,8 @@ class LetoWork(Work):
     ) -> None:
         super().__init__()
         self.epoch = epoch
+        self.group = ""  # its name
+        self.number = next(_numbers)  # its place among all works
         self.owner = owner  # id of the inner group whose destructor waits for it, 0: none
         self.inner = inner
         self._slice = _SLICE if slices else _NO_TIMEOUT  # NCCL's wait does not block the host, unless it has a limit

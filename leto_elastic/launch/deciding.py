@@ -19,6 +19,9 @@ from leto_elastic.recovery.ladder import Failure, JobView, PastRecovery, ShadowS
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
 
+STALLED = "stalled"
+"""The stage that a node may come to at any time, and may take back by saying nothing (b""): its ranks stand still."""
+
 
 class Ears(Protocol):
     """Who is told what was decided, and what other nodes say."""
@@ -36,7 +39,7 @@ class Ears(Protocol):
         ...
 
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
-        """All nodes have come to a stage of an epoch; what they said, by position."""
+        """All nodes have come to a stage of an epoch; what they said, by position. Of `STALLED` at each change."""
         ...
 
     def ended(self, reason: str | None) -> None:

@@ -22,7 +22,7 @@ from leto_elastic.coordinator.schema import FailureRecord, NodeRecord, PlanRecor
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import LetoError
 from leto_elastic.launch.actions import Death
-from leto_elastic.launch.deciding import Ears, SlotState
+from leto_elastic.launch.deciding import STALLED, Ears, SlotState
 from leto_elastic.launch.world import PlanView, World, code_of, position_among
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
@@ -203,7 +203,7 @@ class EtcdDecider:
                 said = self._said.setdefault(stage, {})
                 complete = len(said) == len(world.seats)
                 said[position] = payload
-                if not complete and len(said) == len(world.seats):
+                if len(said) == len(world.seats) and (not complete or stage == STALLED):
                     self._ears.met(epoch, stage, dict(said))
             case Came(node):
                 self._left.discard(node)

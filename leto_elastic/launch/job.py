@@ -125,6 +125,12 @@ class Job:
     def finished(self) -> bool:
         return any(slot.finished for slot in self.slots)
 
+    @property
+    def steady(self) -> bool:
+        """Its ranks train, and may be watched: no recovery is under way here, and the training is not over."""
+        trains = self.leto and self._launched and not (self.over or self.finished or self.spare)
+        return trains and not self._aborted and self._stall is None
+
     # ---- processes
 
     def started(self, key: int, slot_index: int, kind: Kind, pid: int) -> list[Action]:

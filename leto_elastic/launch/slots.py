@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 from leto_elastic.launch.actions import Death, Kind
 from leto_elastic.recovery.ladder import ShadowState
 from leto_elastic.recovery.policy import FailureClass
-from leto_elastic.state.header import Position
+from leto_elastic.state.header import Position, Signs
 
 
 class Blob(NamedTuple):
@@ -21,15 +21,25 @@ class Blob(NamedTuple):
 
 
 class HeaderView(Protocol):
-    """Of a trainer's header, what the agent reads and resets."""
+    """Of a trainer's header, what the agent reads and resets; see `leto_elastic.state.header`."""
 
     last_words: float
+    beat: float
+    paused: float
+    waiting: int
+    thread: int
 
     @property
     def valid(self) -> bool: ...
 
     @property
     def position(self) -> Position: ...
+
+    @property
+    def signs(self) -> Signs: ...
+
+    @property
+    def groups(self) -> dict[int, tuple[int, int]]: ...
 
 
 class Held(Protocol):

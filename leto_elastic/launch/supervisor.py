@@ -21,7 +21,7 @@ from leto_elastic.errors import LetoError, NotEnoughMemory
 from leto_elastic.launch import actions as act
 from leto_elastic.launch.crew import Crew
 from leto_elastic.launch.crew import Job as Order
-from leto_elastic.launch.deciding import Decider, SlotState
+from leto_elastic.launch.deciding import STALLED, Decider, SlotState
 from leto_elastic.launch.forker import Forker
 from leto_elastic.launch.job import Job
 from leto_elastic.launch.logs import Logs, open_shadow_log
@@ -35,6 +35,7 @@ from leto_elastic.launch.slots import Blob, Member
 from leto_elastic.launch.stores import Stores
 from leto_elastic.launch.terms import Host, Interrupted, Outcome, Settings
 from leto_elastic.launch.together import Fenced, Together
+from leto_elastic.launch.watching import Watching
 from leto_elastic.launch.world import PlanView, World
 from leto_elastic.observe import report
 from leto_elastic.observe.events import EventLog
@@ -95,6 +96,7 @@ class Supervisor:
         self._logs: Logs | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._together = Together(self, decider, protection, self._held)
+        self._watching = Watching(self, decider, settings)
         self._early: list[Callable[[], None]] | None = []  # what was heard before the group was started
         self._plan = PlanView(0, "start", {}, wire.StoreAddress("", 0), "", World.alone(settings.slots))
         self._attempt = 0
@@ -106,6 +108,7 @@ class Supervisor:
         self._loop.set_exception_handler(self._unhandled)
         self._over: asyncio.Future[Outcome] = self._loop.create_future()
         self._crew = Crew(self._forker, self)
+        self._watching.start()
         if self._protection is not None:
             self._protection.listen(self)
         state, reason = "broken", ""
@@ -233,6 +236,7 @@ class Supervisor:
         finally:
             self._loop.set_exception_handler(None)
             self._together.close()
+            self._watching.close()
             if self._retention is not None:
                 self._retention.end(self._job, succeeded=bool(succeeded))
             self._end_attempt()
@@ -472,7 +476,7 @@ class Supervisor:
         self._together.doubt(position)
 
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
-        self._together.met(epoch, stage, said)
+        (self._watching.met(epoch, said) if stage == STALLED else self._together.met(epoch, stage, said))
 
     def ended(self, reason: str | None) -> None:
         if self._early is not None:

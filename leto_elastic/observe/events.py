@@ -30,6 +30,7 @@ EVENTS: Mapping[str, frozenset[str]] = {
     "shadow_unfit": frozenset({"rank", "slot", "pid", "reason"}),
     "shadow_given_up": frozenset({"slot", "reason"}),
     "failure": frozenset({"rank", "slot", "pid", "cause", "step", "phase", "chunk"}),
+    "hang": frozenset({"rank", "pid", "step", "reason", "stacks"}),
     "recovery": frozenset(
         {"epoch", "cause", "rank", "ranks", "action", "resolution", "lost_steps", "stall_ms", "phases_ms"}
     ),

@@ -40,6 +40,13 @@ def _failure(event: _Event) -> str:
     )
 
 
+def _hang(event: _Event) -> str:
+    return (
+        f"rank {event.get('rank')} (pid {event.get('pid')}) hangs at step {event.get('step')}: {event.get('reason')}; "
+        f"its stacks are in {event.get('stacks')}"
+    )
+
+
 def _unfit(event: _Event) -> str:
     return (
         f"the shadow of slot {event.get('slot')} (rank {event.get('rank')}) cannot stand in: {event.get('reason')}; "
@@ -94,6 +101,7 @@ _WRITERS: Mapping[str, Callable[[_Event], str]] = {
     "damaged": _damaged,
     "failure": _failure,
     "fenced": _fenced,
+    "hang": _hang,
     "recovery": _recovery,
     "replaced": _replaced,
     "restart": _restart,

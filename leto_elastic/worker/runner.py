@@ -24,7 +24,6 @@ which a promoted shadow, having no body to return to, would not enter.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -157,7 +156,7 @@ class Runner:
         welcome = session.welcome
         self.protection = Protection(self.retained.header, session.link, welcome.protect, welcome.every, self.until)
         self.protection.generation = session.generation
-        session.faults.on_fire = self._last_words
+        session.watched(self.retained.header)
         self._user_step = self.state.optimizer.step
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -165,9 +164,6 @@ class Runner:
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else schedulers warn about a replaced step()
         self.state.optimizer.step = step  # type: ignore[method-assign]
-
-    def _last_words(self) -> None:
-        self.retained.header.last_words = time.monotonic()
 
     def loop(self) -> Iterator[Step]:
         """The steps from here to the last one."""

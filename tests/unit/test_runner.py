@@ -79,6 +79,9 @@ class Session:
     def mark(self, name: str) -> None:
         pass
 
+    def watched(self, header: Any) -> None:
+        pass
+
     def rejoin(self, plan: Any, words: Callable[[], Words], step: int) -> list[list[int]]:
         self.meanwhile()
         self.meanwhile = lambda: None
