@@ -44,3 +44,8 @@ class Registry:
         if len(shards) < ranks or any(shard.state != "complete" for shard in shards):
             return -1, -1
         return min((shard.generation, shard.version) for shard in shards)
+
+    def keys(self) -> list[str]:
+        """All keys of the run, below its root."""
+        root = self._keys.root
+        return sorted(key.removeprefix(root) for key in self._read(root))
