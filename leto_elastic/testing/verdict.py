@@ -95,11 +95,14 @@ def outcome(expected: Outcome, found: Outcome, steps: int) -> list[str]:
 
 
 def survivors(commits: Commits, struck: Sequence[Struck]) -> list[str]:
-    """A rank goes on in another process only if the one before was hit, and in none that was killed."""
+    """A rank goes on in another process only if the one before was hit, and in none that was killed.
+
+    A shadow that is hit may be the trainer already, when no event has told it yet.
+    """
     wrong: list[str] = []
     hit: set[int] = set()
     for strike in struck:
-        if strike.fault.kind not in ("stop", "agent_stop", "link", "shadow"):
+        if strike.fault.kind not in ("stop", "agent_stop", "link"):
             hit |= strike.pids
     for rank, found in sorted(commits.items()):
         wrong += [
