@@ -22,7 +22,7 @@ from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import LetoError
 from leto_elastic.launch.actions import Death
 from leto_elastic.launch.deciding import Ears, SlotState
-from leto_elastic.launch.world import PlanView, World, code_of, position_among
+from leto_elastic.launch.world import PlanView, World, code_of, met, position_among
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
 
@@ -81,8 +81,7 @@ class EtcdDecider:
             node = msgspec.structs.replace(node, keeper=port)
         await coordinator.register(node)
         least, most = self._nodes
-        plan = await coordinator.meet(make_store, least=least, most=most)
-        self._plan = self._view(plan)
+        plan = self._plan = met(self._view(await coordinator.meet(make_store, least=least, most=most)))
         self._lead()
         self._start(self._follow(coordinator, plan.epoch))
         return self._plan

@@ -14,17 +14,15 @@ from leto_elastic.testing.job import Job, JobError
 from leto_elastic.testing.strikes import Strikes
 from leto_elastic.testing.verdict import Outcome
 from tests.process.campaign import Plan, Say, job, outcome, reference
-from tests.process.etcd_server import Server
 from tests.process.registry import Registry
 
-CASES = ("early", "etcd_gone", "too_many", "no_spare")
+CASES = ("early", "too_many", "no_spare")
 MEANING = {
     "early": "a trainer is killed before every rank has committed its first step",
-    "etcd_gone": "etcd stops for good, and a trainer is killed",
     "too_many": "one node more than the parity covers is killed at once",
     "no_spare": "a node is killed, and none comes in its place within deadlines.replace",
 }
-WAITS = {"plan": 3.0, "respawn": 6.0, "replace": 5.0, "restore": 5.0}
+WAITS = {"replace": 5.0}
 LIMIT = 40.0
 """Seconds from the fault to the end of all agents; the waits that lead there are `WAITS`."""
 
@@ -39,7 +37,7 @@ class Ending(NamedTuple):
 
 def possible(plan: Plan) -> list[str]:
     """The cases that this topology has."""
-    return [case for case in CASES if case in ("early", "etcd_gone") or plan.topology.nodes > plan.topology.parity + 1]
+    return [case for case in CASES if case == "early" or plan.topology.nodes > plan.topology.parity + 1]
 
 
 def end_of(case: str, plan: Plan, expected: Outcome, directory: Path, rng: random.Random, say: Say) -> Ending:
@@ -63,12 +61,10 @@ def end_of(case: str, plan: Plan, expected: Outcome, directory: Path, rng: rando
             moment = time.monotonic() + rng.uniform(0.0, 2.0)
             alive.wait_for(lambda: time.monotonic() >= moment or None, lambda: "the moment", every=0.01)
             begun = time.monotonic()
-            codes = _strike(case, alive, etcd, plan, rng, say)
+            codes = _strike(case, alive, plan, rng, say)
             seconds = time.monotonic() - begun
             found = outcome(alive, ranks)
-            if case == "etcd_gone":
-                pass  # it cannot tell
-            elif etcd is not None and (run := Registry(etcd).run()).state != "failed":
+            if etcd is not None and (run := Registry(etcd).run()).state != "failed":
                 wrong.append(f"etcd says that the run is {run.state}")
             elif etcd is not None and not run.reason:
                 wrong.append("etcd has no reason for the end of the run")
@@ -89,16 +85,11 @@ def end_of(case: str, plan: Plan, expected: Outcome, directory: Path, rng: rando
     return Ending(case, seconds, wrong)
 
 
-def _strike(
-    case: str, alive: Job | Cluster, etcd: Server | None, plan: Plan, rng: random.Random, say: Say
-) -> list[int]:
+def _strike(case: str, alive: Job | Cluster, plan: Plan, rng: random.Random, say: Say) -> list[int]:
     """The exit codes of the agents that were not killed."""
-    if case in ("early", "etcd_gone"):
+    if case == "early":
         there = Strikes(alive, plan.topology, []).census()
         pids = sorted(there.trainers.values())
-        if case == "etcd_gone":
-            say("  SIGSTOP to etcd")
-            _stop_etcd(alive, etcd, there.embedded())
         say(f"  SIGKILL to one of {pids}")
         alive.kill(rng.choice(pids), signal.SIGKILL)
         if isinstance(alive, Job):
@@ -114,13 +105,6 @@ def _strike(
         alive.nodes[index].kill_all()
     alive.expect_failure(dead=dead)
     return [node.wait() for index, node in enumerate(alive.nodes) if index not in dead]
-
-
-def _stop_etcd(alive: Job | Cluster, etcd: Server | None, embedded: list[int]) -> None:
-    if etcd is not None:
-        etcd.pause()
-    elif isinstance(alive, Job):
-        alive.signal_all(embedded, signal.SIGSTOP)
 
 
 def campaign(args: argparse.Namespace, plan: Plan, work: Path, say: Say) -> int:
