@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import os
 import signal
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from leto_elastic.testing.census import Census, census
@@ -165,6 +167,15 @@ class Strikes:
     def resources(self) -> dict[int, Resources]:
         """What each live agent holds, by the index of its node."""
         return {index: resources(node.pid) for index, node in enumerate(self._nodes()) if not node.ended(0)}
+
+    def descriptors(self) -> dict[int, list[str]]:
+        """What the descriptors of each live agent refer to."""
+        found: dict[int, list[str]] = {}
+        for index, node in enumerate(self._nodes()):
+            if not node.ended(0):
+                links = Path(f"/proc/{node.pid}/fd").iterdir()
+                found[index] = sorted(os.path.realpath(link) for link in links)
+        return found
 
     # ---- time
 

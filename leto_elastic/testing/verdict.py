@@ -153,14 +153,19 @@ def lost_steps(events: Sequence[Event], struck: Sequence[Struck], back: int) -> 
 
 
 def growth(early: Mapping[int, Resources], late: Mapping[int, Resources]) -> list[str]:
-    """Of the descriptors and threads of agents that were there all the time; a few are allowed for what may be open."""
+    """Of the descriptors and threads of agents; a few are allowed for what may be open.
+
+    Compared with the agent that had most at first, because whoever leads serves the others, and another one may lead.
+    """
+    if not early:
+        return []
+    fds, threads = max(found.fds for found in early.values()), max(found.threads for found in early.values())
     wrong: list[str] = []
-    for index in sorted(early.keys() & late.keys()):
-        before, after = early[index], late[index]
-        if after.fds > before.fds + _DESCRIPTORS:
-            wrong.append(f"the agent of node {index} had {before.fds} descriptors at first and {after.fds} at last")
-        if after.threads > before.threads + _THREADS:
-            wrong.append(f"the agent of node {index} had {before.threads} threads at first and {after.threads} at last")
+    for index, now in sorted(late.items()):
+        if now.fds > fds + _DESCRIPTORS:
+            wrong.append(f"agents had up to {fds} descriptors at first, and that of node {index} {now.fds} at last")
+        if now.threads > threads + _THREADS:
+            wrong.append(f"agents had up to {threads} threads at first, and that of node {index} {now.threads} at last")
     return wrong
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import resource
 import shlex
@@ -189,11 +190,14 @@ def _disturb(
     alive.wait_event("shadow_ready", count=ranks)
     strikes = Strikes(alive, plan.topology, faults, etcd=etcd, records=registry, tell=say)
     early = strikes.resources()
+    held = [strikes.descriptors()]
     strikes.struck = struck
     strikes.run()
     if not strikes.wait_quiet(45.0):
         strikes.problems.append("45 s after the last fault not every rank has a trainer, and a shadow that is ready")
     late = strikes.resources()
+    held.append(strikes.descriptors())
+    (directory / "descriptors.json").write_text(json.dumps(held, indent=1))
     (directory / "gate").touch()
     ended = (
         [i for i, node in enumerate(alive.nodes) if node.hurt and node.ended(0)] if isinstance(alive, Cluster) else []

@@ -89,6 +89,7 @@ def test_an_honest_run_passes() -> None:
         (lambda: with_rank_1(*BACK_TWO, struck=LOSS, back=0), "allowed are 0"),
         (lambda: changed(events=[{**HONEST.events[0], "lost_steps": 1}]), "lost 1 steps"),
         (lambda: changed(late={0: Resources(1, 60, 5)}), "descriptors"),
+        (lambda: changed(late={1: Resources(1, 60, 5)}), "descriptors"),  # of one that came later
         (lambda: changed(late={0: Resources(1, 40, 20)}), "threads"),
         (lambda: changed(run_state="running"), "the run is running"),
         (lambda: changed(keys=[*(HONEST.keys or ()), "nodes/a"]), "nodes/a"),
