@@ -37,7 +37,7 @@ class Census:
         """The processes that a fault of the kind that hits processes hits; none when there are none now."""
         trainers = [self.trainers[rank] for rank in sorted(self.trainers)]
         match fault.kind:
-            case "kill" | "term" | "segv" | "abrt" | "stop":
+            case "kill" | "term" | "segv" | "abrt" | "stop" | "last":
                 return _one(trainers, fault.pick)
             case "several":
                 enough = trainers if len(trainers) >= 2 else []

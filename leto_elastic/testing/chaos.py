@@ -36,6 +36,7 @@ Kind = Literal[
     "etcd_kill",
     "link",
     "cut",
+    "last",
 ]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
@@ -58,6 +59,7 @@ MEANING: dict[str, str] = {
     "etcd_kill": "SIGKILL of etcd, started again later",
     "link": "a node's link down for less than its lease",
     "cut": "a node's link down for longer than its lease",
+    "last": "SIGKILL of a trainer at the end of the job",
 }
 """Of each kind, for humans."""
 
@@ -111,7 +113,7 @@ class Topology:
         return tuple(kind for kind in KINDS if self._possible(kind))
 
     def _possible(self, kind: Kind) -> bool:
-        if kind in _OF_HOSTS and not self.hosts:
+        if kind == "last" or (kind in _OF_HOSTS and not self.hosts):  # "last" is not at an instant of the schedule's
             return False
         return kind not in _OF_SEVERAL | {"cut"} or (self.nodes > 1 and self.parity > 0)
 

@@ -45,6 +45,7 @@ _SIGNALS = {
     "both": signal.SIGKILL,
     "stop": signal.SIGSTOP,
     "zygote": signal.SIGKILL,
+    "last": signal.SIGKILL,
     "agent_stop": signal.SIGSTOP,
     "agent_freeze": signal.SIGSTOP,
 }
@@ -163,6 +164,16 @@ class Strikes:
         end = time.monotonic() + seconds
         look = lambda: True if self._quiet() else False if time.monotonic() > end else None  # noqa: E731
         return self._job.wait_for(look, lambda: "quiet", every=0.05)
+
+    def last(self, fault: Fault) -> None:
+        """Strike once more, `fault.hold` seconds from now, while the job comes to its end; unless that is over then."""
+        end = time.monotonic() + fault.hold
+        while time.monotonic() < end and not all(node.ended(0) for node in self._nodes()):
+            time.sleep(_TICK)
+        struck = self._strike(fault)
+        if struck is not None:
+            self.struck.append(struck)
+            self._tell(f"{struck.time - self._begin:8.3f}  {struck.what}")
 
     def resources(self) -> dict[int, Resources]:
         """What each live agent holds, by the index of its node."""

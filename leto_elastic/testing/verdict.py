@@ -110,7 +110,9 @@ def survivors(commits: Commits, struck: Sequence[Struck]) -> list[str]:
             for before, after in pairwise(found)
             if before.pid != after.pid and before.pid not in hit
         ]
-    killed = {pid: s.time for s in struck if s.fault.kind in ("kill", "several", "both", "node") for pid in s.pids}
+    killed = {
+        pid: s.time for s in struck if s.fault.kind in ("kill", "several", "both", "node", "last") for pid in s.pids
+    }
     return wrong + [
         f"rank {rank}: process {commit.pid} committed step {commit.step} after it was killed"
         for rank, found in sorted(commits.items())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import random
 import resource
 import shlex
 import shutil
@@ -14,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +156,16 @@ def outcome(job: Job | Cluster, ranks: int) -> Outcome:
     return Outcome(job.digests(), samples)
 
 
-def run(plan: Plan, faults: Sequence[Fault], expected: Outcome, directory: Path, *, replay: str, say: Say) -> RunResult:
-    """One run under these faults."""
+def run(
+    plan: Plan,
+    faults: Sequence[Fault],
+    expected: Outcome,
+    directory: Path,
+    *,
+    replay: Callable[[Sequence[Fault]], str] = written,
+    say: Say = print,
+) -> RunResult:
+    """One run under these faults; `replay` makes the line that does it again."""
     began = time.monotonic()
     wrong: list[str] = []
     struck: list[Struck] = []
@@ -167,7 +177,7 @@ def run(plan: Plan, faults: Sequence[Fault], expected: Outcome, directory: Path,
         wrong.append(f"{error}")
     return RunResult(
         topology=plan.name,
-        replay=replay,
+        replay=replay(faults[: max((faults.index(s.fault) + 1 for s in struck if s.fault in faults), default=0)]),
         seconds=time.monotonic() - began,
         faults=tuple(results(plan, struck, log, well=not wrong)),
         wrong=tuple(wrong),
@@ -199,6 +209,8 @@ def _disturb(
     held.append(strikes.descriptors())
     (directory / "descriptors.json").write_text(json.dumps(held, indent=1))
     (directory / "gate").touch()
+    choice = random.Random(written(faults))
+    strikes.last(Fault(0.0, "last", choice.randrange(1000), hold=choice.uniform(0.0, 2.0)))
     ended = (
         [i for i, node in enumerate(alive.nodes) if node.hurt and node.ended(0)] if isinstance(alive, Cluster) else []
     )
@@ -318,9 +330,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     done: list[RunResult] = []
     for index in _indices(args, end, done):
         faults = _faults(args, plan, index)
-        say(f"run {index}: {replay_line(args, index, faults)}")
+        again = partial(replay_line, args, index)
+        say(f"run {index}: {again(faults)}")
         directory = work / f"run{index}"
-        result = run(plan, faults, expected, directory, replay=replay_line(args, index, faults), say=say)
+        result = run(plan, faults, expected, directory, replay=again, say=say)
         done.append(result)
         if args.results is not None:
             chaosreport.append(args.results, result)
@@ -329,7 +342,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if result.wrong:
             for line in result.wrong:
                 say(f"  {line}")
-            say(f"  kept: {directory}\n  again: {replay_line(args, index, faults[: len(result.faults)])}")
+            say(f"  kept: {directory}\n  again: {result.replay}")
         else:
             shutil.rmtree(directory)
     if args.report is not None:

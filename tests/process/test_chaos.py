@@ -47,9 +47,9 @@ def test_random_faults_change_nothing(seed: int, plan: Plan, wanted: set[str], t
     faults = schedule(run_seed(seed, 0), plan.topology, count=plan.count, gap=plan.gap)
     assert {fault.kind for fault in faults} == wanted
     expected = reference(plan, tmp_path / "reference")
-    result = run(plan, faults, expected, tmp_path / "run", replay="", say=print)
+    result = run(plan, faults, expected, tmp_path / "run")
     assert result.wrong == ()
-    assert len(result.faults) >= plan.count - 1, "one may have found no target"
+    assert len(result.faults) >= plan.count, "one may have found no target, and one more comes at the end"
     assert all(fault.recovered for fault in result.faults)
     assert plan.topology.nodes > 1 or not any(fault.lost_steps for fault in result.faults)
 
