@@ -189,8 +189,8 @@ class Fabric:
     # ---- epochs
 
     def prepare(self, store_host: str, store_port: int) -> None:
-        """Open the client of a store that a later `connect` will name (in a shadow, before it parks)."""
-        self._clients.get(store_host, store_port, self._rebuild)
+        """Open the client of a store that a later `connect` may name (in a shadow, before it parks)."""
+        self._clients.prepare(store_host, store_port, self._rebuild)
 
     def connect(self, epoch: int, store_host: str, store_port: int, deadline: float) -> None:
         """Give every group an inner group of `epoch`; ends loopback mode and poison.
@@ -225,7 +225,10 @@ class Fabric:
         built: list[dist.ProcessGroup] = []
         try:
             if store is not None:
-                generation.open(self._clients.get(*store, deadline - time.monotonic()), deadline)
+                client = self._clients.get(
+                    *store, deadline - time.monotonic(), lambda: self._expired or self._aborted >= generation.number
+                )
+                generation.open(client, deadline)
             for group in groups:
                 built.append(generation.build(group.getGroupName(), group.rank(), group.size(), group.timeout))
                 if self._expired or self._aborted >= generation.number:

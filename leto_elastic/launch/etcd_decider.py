@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -23,7 +22,7 @@ from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import LetoError
 from leto_elastic.launch.actions import Death
 from leto_elastic.launch.deciding import STALLED, Ears, SlotState
-from leto_elastic.launch.world import PlanView, World, code_of, position_among
+from leto_elastic.launch.world import PlanView, World, code_of, met, position_among
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
 
@@ -82,16 +81,9 @@ class EtcdDecider:
             node = msgspec.structs.replace(node, keeper=port)
         await coordinator.register(node)
         least, most = self._nodes
-        plan = await coordinator.meet(make_store, least=least, most=most)
-        self._plan = self._view(plan)
-        heard = plan.epoch
-        if plan.action not in ("start", "restart") and self._plan.world.position is not None:
-            # It was taken for a spare as soon as it was known, and has nothing of what its ranks had: it begins as one.
-            heard -= 1
-            spare = replace(self._plan.world, position=None)
-            self._plan = replace(self._plan, epoch=heard, world=spare)
+        plan = self._plan = met(self._view(await coordinator.meet(make_store, least=least, most=most)))
         self._lead()
-        self._start(self._follow(coordinator, heard))
+        self._start(self._follow(coordinator, plan.epoch))
         return self._plan
 
     def _lead(self) -> None:
