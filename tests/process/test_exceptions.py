@@ -103,10 +103,11 @@ def test_or_is_stepped_over(tmp_path: Path, reference: Reference) -> None:
 
 def test_also_when_a_rank_is_killed_on_the_way(tmp_path: Path, reference: Reference) -> None:
     expected = reference(*FSDP, "--trouble", "pass:all:5")
-    config = policy(tmp_path, ["promote", "fail"], step={"skip": True})
+    config = policy(tmp_path, step={"skip": True})
     args = (*FSDP, "--trouble", "bug:1:5")
     with train(tmp_path / "run", *args, faults="kill rank=2 step=5 phase=commit", config=config) as job:
         job.expect_success()
+        same_pids(job, 2)
         assert Outcome(job, 9) == expected
 
 
