@@ -84,7 +84,7 @@ class Plan:
         return f"{t.nodes} nodes of {t.per_node} ranks{where}, {kind}, parity {t.parity}"
 
 
-def policy(plan: Plan, **deadlines: float) -> dict[str, Any]:
+def policy(plan: Plan, /, **deadlines: float) -> dict[str, Any]:
     """More failures than any real job has must not be the end of it."""
     return {
         "state": {"chunk_bytes": 65536},
@@ -97,7 +97,7 @@ def policy(plan: Plan, **deadlines: float) -> dict[str, Any]:
 
 @contextmanager
 def job(
-    plan: Plan, directory: Path, *, hold: str = "", **deadlines: float
+    plan: Plan, directory: Path, /, *, hold: str = "", **deadlines: float
 ) -> Iterator[tuple[Job | Cluster, Server | None]]:
     """A job of this plan that has been started, and the etcd that it was given."""
     directory.mkdir(parents=True)

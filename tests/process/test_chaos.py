@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from leto_elastic.testing.chaos import Topology, run_seed, schedule
+from leto_elastic.testing.verdict import Outcome
 from tests.process.campaign import LEASE, Plan, main, reference, run
 from tests.process.unsurvivable import end_of
 
@@ -64,7 +65,8 @@ def test_a_fault_that_no_job_survives_ends_it_clearly(tmp_path: Path) -> None:
 def test_what_is_wrong_is_told_with_a_line_that_does_it_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The check is doctored, so that it finds something."""
+    """The check is doctored, so that it finds something, and needs no undisturbed run."""
+    monkeypatch.setattr("tests.process.campaign.reference", lambda plan, directory: Outcome({}, {}))
     monkeypatch.setattr("tests.process.campaign.complaints", lambda evidence: ["rank 0: doctored"])
     plan = "0.1 kill pick=1 count=1 hold=0"
     options = ["--nodes", "1", "--parallel", "fsdp", "--per-run", "1", "--gap", "1", "--parity", "1", "--seed", "7"]
