@@ -51,7 +51,7 @@ def body(group: dist.ProcessGroup | None) -> None:
     rank = dist.get_rank()
     if step.rehearsal:
         return
-    faults.point("body", step.number)
+    faults.point("inside", step.number)
     time.sleep(args.first if step.number == 0 else long if step.number in slow else usual)
     if step.number == pause_step and rank == 0:
         with leto.pause_watch():

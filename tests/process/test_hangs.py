@@ -48,14 +48,14 @@ def stacks(hang: Event) -> str:
 
 
 def test_stopped(tmp_path: Path, reference: Reference) -> None:
-    with run(tmp_path / "run", faults="stop rank=1 step=5 phase=body") as job:
+    with run(tmp_path / "run", faults="stop rank=1 step=5 phase=inside") as job:
         hang = check(job, reference(*ARGS, nproc=RANKS), 1)
     assert "no Python ran in it" in str(hang["reason"])
     assert "state T" in stacks(hang)
 
 
 def test_sleeping_in_the_body(tmp_path: Path, reference: Reference) -> None:
-    with run(tmp_path / "run", faults="sleep rank=2 step=5 phase=body") as job:
+    with run(tmp_path / "run", faults="sleep rank=2 step=5 phase=inside") as job:
         hang = check(job, reference(*ARGS, nproc=RANKS), 2)
     assert "did not enter the collective that 2 ranks wait in" in str(hang["reason"])
     assert 'hangs.py", line' in stacks(hang)
@@ -63,7 +63,7 @@ def test_sleeping_in_the_body(tmp_path: Path, reference: Reference) -> None:
 
 
 def test_holding_the_interpreters_lock(tmp_path: Path, reference: Reference) -> None:
-    with run(tmp_path / "run", faults="hold rank=0 step=5 phase=body") as job:
+    with run(tmp_path / "run", faults="hold rank=0 step=5 phase=inside") as job:
         hang = check(job, reference(*ARGS, nproc=RANKS), 0)
     assert "no Python ran in it" in str(hang["reason"])
     assert "in body" in stacks(hang)
@@ -113,7 +113,7 @@ def test_several_nodes_agree_on_the_one_that_sleeps(tmp_path: Path, reference: R
             endpoint=etcd.endpoints,
             nodes=2,
             nproc=2,
-            faults="sleep rank=3 step=5 phase=body",
+            faults="sleep rank=3 step=5 phase=inside",
             conf={"config": str(POLICY)},
             deadline=120,
         ) as cluster,
