@@ -60,10 +60,7 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A failure of a rank; `detail` is for a human.
-
-    `held`: its process is alive and holds an exception; `digest`: of an exception, equal for equal ones.
-    """
+    """A failure of a rank; `detail` is for a human."""
 
     rank: int
     slot: int
@@ -74,14 +71,11 @@ class Death:
     phase: str
     chunk: int
     detail: str = ""
-    held: bool = False
-    digest: str = ""
 
     @property
     def told(self) -> str:
         """For a human."""
-        what = "raised" if self.held else f"ended ({how(self.code)})"
-        return f"rank {self.rank} {what}" + (f": {self.detail}" if self.detail else "")
+        return f"rank {self.rank} ended ({how(self.code)})" + (f": {self.detail}" if self.detail else "")
 
     def fields(self) -> dict[str, object]:
         """For the event."""
@@ -99,13 +93,6 @@ class Report:
 
     epoch: int
     death: Death
-
-
-@dataclass(frozen=True, slots=True)
-class Surrender:
-    """Have a process end by the exception that it holds, within the shutdown deadline."""
-
-    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +167,6 @@ Action = (
     | Warn
     | Hurry
     | Kill
-    | Surrender
     | Report
     | Welcome
     | Recall

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from leto_elastic.launch.actions import Death, Kind
 from leto_elastic.recovery.ladder import ShadowState
 from leto_elastic.recovery.policy import FailureClass
-from leto_elastic.state.header import Position, Signs
+from leto_elastic.state.header import Position
 
 
 class Blob(NamedTuple):
@@ -21,25 +20,15 @@ class Blob(NamedTuple):
 
 
 class HeaderView(Protocol):
-    """Of a trainer's header, what the agent reads and resets; see `leto_elastic.state.header`."""
+    """Of a trainer's header, what the agent reads and resets."""
 
     last_words: float
-    beat: float
-    paused: float
-    waiting: int
-    thread: int
 
     @property
     def valid(self) -> bool: ...
 
     @property
     def position(self) -> Position: ...
-
-    @property
-    def signs(self) -> Signs: ...
-
-    @property
-    def groups(self) -> dict[int, tuple[int, int]]: ...
 
 
 class Held(Protocol):
@@ -67,11 +56,6 @@ class Member:
     dismissed: bool = False  # killed because memory was short
     attached: int = -1  # version of the manifest it was given
     failing: str | None = None
-    oom: bool = False  # what it is failing with is want of memory
-    held: bool = False  # it is alive and holds what it is failing with
-    surrendered: bool = False  # and was told to end by it
-    quitting: str | None = None  # it ends in a way that is not to be repaired
-    planned: int = -1  # newest epoch that it was given a plan of
 
 
 @dataclass
@@ -122,14 +106,8 @@ class Slot:
         words, header.last_words = header.last_words, 0.0
         return min(words, noticed)
 
-    def killed_for_memory(self, member: Member, told: str) -> None:
-        """The end of a process of this slot, which is about to be dealt with, was the kernel's doing."""
-        member.dismissed = True
-        if member is self.trainer or self.awaiting:
-            self.verdict, self.detail = FailureClass.OOM, told
-
-    def mourn(self, member: Member, code: int, *, held: bool = False) -> Death:
-        """The record of a trainer's end; `held`: it has not ended, and holds an exception."""
+    def mourn(self, member: Member, code: int) -> Death:
+        """The record of a trainer's end."""
         position = self.position()
         verdict, self.verdict = self.verdict, None
         detail, self.detail = self.detail or member.failing or "", ""
@@ -139,8 +117,6 @@ class Slot:
             cause = FailureClass.STATE
         elif code < 0:
             cause = FailureClass.SIGNAL
-        elif member.oom:
-            cause = FailureClass.OOM
         else:
             cause = FailureClass.EXCEPTION if member.failing is not None else FailureClass.EXIT
         return Death(
@@ -153,10 +129,4 @@ class Slot:
             phase=position.phase.name.lower() if position else "setup",
             chunk=position.chunk if position else 0,
             detail=detail,
-            held=held,
-            digest=_digest(member.failing) if member.failing is not None and code >= 0 else "",
         )
-
-
-def _digest(reason: str) -> str:
-    return hashlib.blake2b(reason.encode(), digest_size=8).hexdigest()
