@@ -73,7 +73,7 @@ class Nodes(Training):
         self._started = 0  # spares, from the beginning on
         self._generation = -1
         self.leader_hit = False
-        """Whether the last `strike` hit the node that led a leto job, whose lease must end before another one leads."""
+        """Whether the last `strike` hit the node that led a leto job."""
         self._stack = ExitStack()
 
     # ---- life

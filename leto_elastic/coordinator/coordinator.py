@@ -230,8 +230,8 @@ class Coordinator:
         return answer.done or key in answer.current
 
     async def depose(self, node: str) -> None:
-        """Do not wait for the lease of a leader whose process is dead. One that lives after all leads on, or stands
-        again, and has written nothing in between.
+        """Do not wait for the lease of a leader whose process is dead. One that lives after all can write nothing more
+        before it has been elected again.
         """
         leader = self.keys.leader
         await self.client.txn([Holds(leader, node.encode())], [Delete(leader)], timeout=None)

@@ -223,7 +223,7 @@ class EtcdDecider:
         self._left.add(node)
         if not self._deserted():
             self._ears.node_gone(position)
-        elif self._waiting is None:
+        elif self._waiting is None or self._waiting.done():
             self._waiting = asyncio.get_running_loop().create_task(self._wait_for_anybody(), name="deserted")
             self._watch(self._waiting)
 
@@ -234,7 +234,6 @@ class EtcdDecider:
     async def _wait_for_anybody(self) -> None:
         """After an absence of etcd all leases have ended, and all nodes come back: it takes them a lease at most."""
         await asyncio.sleep(self._policy.coordinator.lease)
-        self._waiting = None
         if self._deserted():
             self._ears.ended("all its nodes have left it")
 

@@ -78,8 +78,6 @@ class Slot:
     alone: bool = False  # replaced after the training was over, which is done once
     unfit: bool = False
     quick_deaths: int = 0
-    verdict: FailureClass | None = None  # why its trainer is being ended, when its exit code does not tell
-    detail: str = ""  # the same, for a human
 
     @property
     def protected(self) -> bool:
@@ -109,11 +107,7 @@ class Slot:
     def mourn(self, member: Member, code: int) -> Death:
         """The record of a trainer's end."""
         position = self.position()
-        verdict, self.verdict = self.verdict, None
-        detail, self.detail = self.detail or member.failing or "", ""
-        if verdict is not None:
-            cause = verdict
-        elif self.lost:
+        if self.lost:
             cause = FailureClass.STATE
         elif code < 0:
             cause = FailureClass.SIGNAL
@@ -128,5 +122,5 @@ class Slot:
             step=position.step if position else 0,
             phase=position.phase.name.lower() if position else "setup",
             chunk=position.chunk if position else 0,
-            detail=detail,
+            detail=member.failing or "",
         )
