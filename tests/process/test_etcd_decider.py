@@ -16,11 +16,11 @@ from leto_elastic.launch.actions import Death
 from leto_elastic.launch.deciding import SlotState
 from leto_elastic.launch.etcd_decider import EtcdDecider
 from leto_elastic.launch.world import PlanView
-from leto_elastic.recovery.policy import FailureClass, GlobalProtection, Policy, Protection
+from leto_elastic.recovery.policy import CoordinatorPolicy, FailureClass, GlobalProtection, Policy, Protection
 
 pytestmark = pytest.mark.process
 
-POLICY = Policy(protect=Protection(global_=GlobalProtection(parity=1)))
+POLICY = Policy(protect=Protection(global_=GlobalProtection(parity=1)), coordinator=CoordinatorPolicy(lease=2))
 LIMIT = 30.0
 
 
@@ -29,6 +29,7 @@ class Listener:
 
     def __init__(self) -> None:
         self.plans: asyncio.Queue[PlanView] = asyncio.Queue()
+        self.ends: asyncio.Queue[str | None] = asyncio.Queue()
         self.error: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def plan_arrived(self, plan: PlanView) -> None:
@@ -40,7 +41,8 @@ class Listener:
 
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None: ...
 
-    def ended(self, reason: str | None) -> None: ...
+    def ended(self, reason: str | None) -> None:
+        self.ends.put_nowait(reason)
 
     def broken(self, error: BaseException) -> None:
         self.error.set_exception(error)
@@ -89,6 +91,27 @@ def test_a_node_that_gets_a_place_before_it_has_looked_around_begins_as_a_spare(
                 assert (begun.epoch, begun.world.position) == (0, None)
                 plan = await ears[2].plans.get()
                 assert (plan.epoch, plan.action, plan.world.position) == (1, "repair", lost)
+        finally:
+            await server.stop()
+
+    asyncio.run(asyncio.wait_for(test(), LIMIT))
+
+
+def test_a_spare_ends_when_all_nodes_with_places_have_left() -> None:
+    """Each time that it is one: an agent that was fenced is a spare from then on."""
+
+    async def test() -> None:
+        server = await EmbeddedEtcd.start(timeout=LIMIT)
+        settings = server.settings
+        try:
+            async with decider(settings, "c") as spare:
+                for _ in range(2):
+                    async with decider(settings, "a") as a, decider(settings, "b") as b:
+                        await asyncio.gather(a.open(Listener(), no_store), b.open(Listener(), no_store))
+                        ears = Listener()
+                        assert (await spare.open(ears, no_store)).world.position is None
+                    assert await ears.ends.get() == "all its nodes have left it"
+                    await spare.close(None)
         finally:
             await server.stop()
 
