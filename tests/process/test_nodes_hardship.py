@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.runs import Reference
-from tests.process.scene import ARGS, PROTECTED, check, flip, scene, stop
+from tests.process.scene import ARGS, PROTECTED, Scene, check, flip, scene, stop
 
 pytestmark = [pytest.mark.process, pytest.mark.nodes, pytest.mark.slow]
 
@@ -45,6 +45,12 @@ def test_memory_that_changed_under_a_dead_trainer_is_repaired(tier: str, tmp_pat
         assert any("[1]" in str(event["what"]) for event in job.cluster.events() if event["event"] == "damaged")
 
 
+def _done(job: Scene, step: int) -> bool:
+    """Whether every rank has committed that step."""
+    paths = [job.cluster.run_dir / f"samples.rank{rank}.txt" for rank in range(job.world_size)]
+    return all(len(path.read_text().splitlines()) > step for path in paths)
+
+
 def test_training_does_not_notice_that_etcd_is_away(tmp_path: Path, reference: Reference) -> None:
     """For several leases, so that all of them have ended when it is back: nobody is taken for dead, nor for gone by a
     spare, which then waits to the end."""
@@ -54,8 +60,7 @@ def test_training_does_not_notice_that_etcd_is_away(tmp_path: Path, reference: R
         stopped = job.frozen(4)
         job.etcd.pause()
         job.thaw(stopped)
-        deadline = time.monotonic() + 6.0
-        job.cluster.wait_for(lambda: True if time.monotonic() > deadline else None, lambda: "6 seconds", every=0.2)
+        job.cluster.wait_for(lambda: _done(job, PROTECTED + 7) or None, lambda: "six steps of a second each", every=0.2)
         job.etcd.resume()
         check(job, expected)
 
