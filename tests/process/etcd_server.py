@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +32,7 @@ LIMIT = 30.0
 
 def run(test: Callable[[], Coroutine[Any, Any, T]]) -> T:
     """Run an asyncio test within `LIMIT`; it must leave no task, thread or descriptor behind."""
-    descriptors, threads = _descriptors(), threading.active_count()
+    before = _held()
 
     async def guarded() -> T:
         async with asyncio.timeout(LIMIT):
@@ -47,19 +48,20 @@ def run(test: Callable[[], Coroutine[Any, Any, T]]) -> T:
     result = asyncio.run(guarded())
     gc.collect()  # the last of grpc's objects takes its threads and their sockets along, a moment later
     deadline = time.monotonic() + LIMIT
-    while (_descriptors() != descriptors or threading.active_count() != threads) and time.monotonic() < deadline:
+    while (left := _held() - before) and time.monotonic() < deadline:
         time.sleep(0.001)
-    assert _descriptors() == descriptors
-    assert threading.active_count() == threads
+    assert not left, f"left behind: {dict(left)}"
     return result
 
 
-def _descriptors() -> list[str]:
-    links = []
+def _held() -> Counter[str]:
+    """Threads and descriptors of this process. What an earlier test left to the collector may go at any time."""
+    held = Counter(f"{thread.name} ({thread.ident})" for thread in threading.enumerate())
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):  # the one that lists the directory
-            links.append(str(entry.readlink()))
-    return sorted(link for link in links if link.startswith(("socket:", "pipe:", "anon_inode:[pidfd")))
+            link = str(entry.readlink())
+            held[link] += link.startswith(("socket:", "pipe:", "anon_inode:[pidfd"))
+    return held
 
 
 def pause(pid: int) -> None:
