@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
@@ -20,6 +21,7 @@ __all__ = [
     "init",
     "is_shadow",
     "on_active",
+    "pause_watch",
     "run_dir",
     "steps",
 ]
@@ -60,9 +62,9 @@ def steps(state: TrainState, *, until: int) -> Iterator[Step]:
         ...         optimizer.step()
         ...         optimizer.zero_grad()
     """
-    from leto_elastic.worker import runner, session
+    from leto_elastic.worker import loop, session
 
-    return runner.run(session.current(), state, until)
+    return loop.run(session.current(), state, until)
 
 
 def on_active(function: Callable[[], object]) -> None:
@@ -73,6 +75,21 @@ def on_active(function: Callable[[], object]) -> None:
     from leto_elastic.worker import session
 
     session.current().on_active(function)
+
+
+def pause_watch() -> AbstractContextManager[None]:
+    """While it is open this process may stand still for `hang.pause` seconds of the policy before it counts as hung.
+
+    For what takes far longer than a step, such as an evaluation or a save to a slow disk; the other ranks may wait for
+    it meanwhile. Nothing happens in a shadow, and in a process that no leto agent has started.
+
+    Example:
+        >>> with leto.pause_watch():
+        ...     save(model)
+    """
+    from leto_elastic.worker import session
+
+    return session.pause_watch()
 
 
 def is_shadow() -> bool:

@@ -73,5 +73,36 @@ def shards(rdzv_endpoint: str, rdzv_id: str, rdzv_conf: str, json: bool) -> None
     click.echo(shard_map.as_json(records) if json else shard_map.table(records))
 
 
+@commands.command()
+@click.option("--yes", is_flag=True, help="Remove what is listed.")
+@click.option(
+    "--dir",
+    "dirs",
+    multiple=True,
+    default=("/dev/shm",),  # noqa: S108
+    metavar="PATH",
+    help="Where states are (state.dir).",
+)
+@click.option("--json", "json", is_flag=True, help="As JSON instead of a table.")
+def clean(yes: bool, dirs: tuple[str, ...], json: bool) -> None:
+    """List what dead agents of yours have left on this host, and remove it with --yes; living ones are not touched."""
+    import tempfile
+    from pathlib import Path
+
+    from leto_elastic.launch import leftovers
+
+    temporary = sorted({Path(tempfile.gettempdir()), Path("/tmp")})  # noqa: S108
+    found = leftovers.find([Path(path) for path in dirs], temporary)
+    if json:
+        click.echo(leftovers.as_json(found))
+    else:
+        click.echo(leftovers.table(found) if found else "nothing is left of dead agents")
+    if yes:
+        kept = [leftover.path for leftover in found if not leftovers.remove(leftover)]
+        for path in kept:
+            click.echo(f"leto: {path} is in use by now, or gone", err=True)
+        click.echo(f"removed {len(found) - len(kept)} of {len(found)}", err=True)
+
+
 if __name__ == "__main__":
     main()

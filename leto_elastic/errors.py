@@ -31,5 +31,9 @@ class StateError(LetoError):
     """The training state cannot be retained or restored as asked (layout, type, size)."""
 
 
+class NotFinite(StateError):
+    """Gradients are not finite, and `step.nonfinite` of the policy is `fail`: the job ends."""
+
+
 class NotEnoughMemory(StateError):
     """The segments that the state needs do not fit into the memory that is left."""

@@ -120,7 +120,35 @@ class Finished(Message, frozen=True):
 
 
 class Failing(Message, frozen=True):
-    """This process is about to end by an exception (after its traceback was recorded)."""
+    """This process is about to end by an exception (after its traceback was recorded); `oom`: for want of memory."""
+
+    step: int
+    reason: str
+    oom: bool = False
+
+
+class Raised(Message, frozen=True):
+    """An exception left the body of `step` before its vote, and this process holds it, its state untouched.
+
+    It has given up `epoch` and waits: for `Plan`, to run the step again, or for `Surrender`, to end by the exception.
+    `oom`: one that tells of want of memory.
+    """
+
+    step: int
+    epoch: int
+    reason: str
+    oom: bool = False
+
+
+class Quitting(Message, frozen=True):
+    """This process is about to end in a way that is the script's own decision, or must not be repaired."""
+
+    step: int
+    reason: str
+
+
+class Skipped(Message, frozen=True):
+    """This rank has committed `step` without an update, and why."""
 
     step: int
     reason: str
@@ -190,6 +218,11 @@ class Plan(Message, frozen=True):
     epoch: int
     store: StoreAddress
     generation: int = 0
+    skip: int = -1  # the step to step over, if it is not done yet; -1: none
+
+
+class Surrender(Message, frozen=True):
+    """To a process that holds an exception: end by it."""
 
 
 class Prepare(Message, frozen=True):
@@ -207,6 +240,7 @@ class Promote(Message, frozen=True):
     version: int
     store: StoreAddress
     generation: int = 0
+    skip: int = -1  # as in `Plan`
 
 
 class Release(Message, frozen=True):
@@ -234,8 +268,11 @@ FromWorker = (
     | Unfit
     | Finished
     | Failing
+    | Raised
+    | Quitting
+    | Skipped
 )
-FromAgent = Welcome | Segment | Refused | Attach | Abort | Plan | Prepare | Promote | Release | Stop
+FromAgent = Welcome | Segment | Refused | Attach | Abort | Plan | Surrender | Prepare | Promote | Release | Stop
 
 _encoder = msgspec.msgpack.Encoder()
 _from_worker: msgspec.msgpack.Decoder[FromWorker] = msgspec.msgpack.Decoder(FromWorker)

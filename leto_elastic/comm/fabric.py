@@ -19,7 +19,7 @@ import time
 import weakref
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,9 +35,23 @@ from leto_elastic.comm.work import LetoWork
 from leto_elastic.errors import CommunicatorLost, EpochAborted, LetoError, ShadowUnfit
 
 BACKEND = "leto"
+_OWN = "leto:own"  # the runtime's own collectives, on the default group's connections
 _POLL = 0.002  # seconds between two attempts to wake a construction that opens new sockets meanwhile
 
 _current: Fabric | None = None
+
+
+class Watch(Protocol):
+    """Who is told of collectives, to know later which rank did not come to one. Groups are told by their names."""
+
+    def knows(self, group: str) -> None:
+        """There is such a group."""
+
+    def entered(self, group: str, signature: int) -> None:
+        """A collective of this group begins, and not one between two ranks; `signature` is the same in all ranks."""
+
+    def restart(self) -> None:
+        """A new epoch: counts begin at 0 in every rank."""
 
 
 def _create(options: Any, _backend_options: Any) -> LetoGroup:
@@ -80,6 +94,7 @@ class Fabric:
         self.loopback = loopback
         self.tolerant = False
         self.poisoned = False
+        self.spoiled = False  # poisoned, and a collective of this process was lost by it: what it computes is garbage
         self.reason = ""
         self.epoch = -1
         self.unfit: str | None = None  # why the replay failed, for whoever lost the exception on its way
@@ -103,6 +118,7 @@ class Fabric:
         self._abort_reason = ""
         self._expired = False  # the deadline of a construction passed
         self._announced = -1  # newest epoch reported by on_failure
+        self._watch: Watch | None = None
 
     # ---- groups
 
@@ -134,6 +150,8 @@ class Fabric:
                 raise CommunicatorLost(f"group {name!r} could not be made: {error}") from error
         with self._lock:
             self._groups.append(group)
+        if self._watch is not None:
+            self._watch.knows(name)
         return group
 
     def forget(self, group: LetoGroup) -> None:
@@ -143,17 +161,36 @@ class Fabric:
                 self._groups.remove(group)
         self._let_go(group)
 
-    def track(self, work: LetoWork) -> LetoWork:
-        """Remember an operation under way, so that an abort can end it."""
+    def track(self, work: LetoWork, group: str, signature: int = 0) -> LetoWork:
+        """Remember an operation of a group under way, so that an abort can end it. `signature`: of a collective."""
+        work.group = group
+        if signature and self._watch is not None:
+            self._watch.entered(group, signature)
         with self._lock:
             self._works.add(work)
         return work
 
+    def count_in(self, watch: Watch | None) -> None:
+        """Tell `watch` (None: nobody) of the groups, and of all collectives from now on."""
+        if watch is not None:
+            with self._lock:
+                names = [_OWN, *(group.getGroupName() for group in self._groups)]
+            for name in names:
+                watch.knows(name)
+        self._watch = watch
+
+    def pending(self) -> str:
+        """Name of the group with the first operation of this epoch that is not over, "" when all are. Any thread."""
+        with self._lock:
+            works = list(self._works)
+        waiting = [work for work in works if work.epoch == self.epoch and not work.is_completed()]
+        return min(waiting, key=lambda work: work.number).group if waiting else ""
+
     # ---- epochs
 
     def prepare(self, store_host: str, store_port: int) -> None:
-        """Open the client of a store that a later `connect` will name (in a shadow, before it parks)."""
-        self._clients.get(store_host, store_port, self._rebuild)
+        """Open the client of a store that a later `connect` may name (in a shadow, before it parks)."""
+        self._clients.prepare(store_host, store_port, self._rebuild)
 
     def connect(self, epoch: int, store_host: str, store_port: int, deadline: float) -> None:
         """Give every group an inner group of `epoch`; ends loopback mode and poison.
@@ -171,7 +208,9 @@ class Fabric:
             self._refuse_aborted(epoch)
             self.epoch = epoch
             self.loopback = False
-            self.poisoned, self.reason = False, ""
+            self.poisoned, self.spoiled, self.reason = False, False, ""
+        if self._watch is not None:
+            self._watch.restart()
 
     def _construct(
         self, generation: GlooEpoch, deadline: float, groups: list[LetoGroup], store: tuple[str, int] | None = None
@@ -186,7 +225,10 @@ class Fabric:
         built: list[dist.ProcessGroup] = []
         try:
             if store is not None:
-                generation.open(self._clients.get(*store, deadline - time.monotonic()), deadline)
+                client = self._clients.get(
+                    *store, deadline - time.monotonic(), lambda: self._expired or self._aborted >= generation.number
+                )
+                generation.open(client, deadline)
             for group in groups:
                 built.append(generation.build(group.getGroupName(), group.rank(), group.size(), group.timeout))
                 if self._expired or self._aborted >= generation.number:
@@ -278,6 +320,7 @@ class Fabric:
         with self._lock:
             if epoch != self.epoch:
                 return
+            self.spoiled = True
             announce = self._aborted < epoch and self._announced < epoch
             self._announced = max(self._announced, epoch) if announce else self._announced
             self.poison(reason)
@@ -286,10 +329,12 @@ class Fabric:
 
     def forgives(self, epoch: int) -> bool:
         """Whether a lost collective of `epoch` has to look finished."""
+        self.spoiled = self.spoiled or epoch == self.epoch
         return epoch == self.epoch and self.tolerant
 
     def error(self, epoch: int) -> CommunicatorLost:
         """What a lost collective of `epoch` raises otherwise."""
+        self.spoiled = True
         reason = self.reason if epoch == self.epoch else "the job has gone on to another epoch"
         return CommunicatorLost(f"the communicator of epoch {epoch} was lost: {reason}")
 
@@ -363,4 +408,4 @@ class Fabric:
         options = dist.AllreduceOptions()
         options.reduceOp = op
         work = LetoWork(self, epoch, inner.allreduce([values], options), [values], owner=id(inner))
-        return self.track(work).join()
+        return self.track(work, _OWN, 1).join()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Store, Work
 
-from leto_elastic.comm import loopback
+from leto_elastic.comm import loopback, reduced
 from leto_elastic.comm.work import LetoWork, PointToPointWork
 
 if TYPE_CHECKING:
@@ -31,6 +31,17 @@ if TYPE_CHECKING:
 # Operations that talk to a peer when they are called; the others are only queued, and an error is the caller's mistake.
 _POINT_TO_POINT = frozenset({"send", "recv", "recv_anysource"})
 _IMMEDIATE = _POINT_TO_POINT | {"monitored_barrier"}
+
+
+# Numbers of the operations, the same in all ranks, and those whose tensors are equally large in all of them.
+_NUMBERS = {op: number for number, op in enumerate(loopback.OPS, 1)}
+_EQUAL = frozenset({"allreduce", "broadcast"})
+
+
+def _signature(op: str, outputs: list[torch.Tensor]) -> int:
+    """Equal in all ranks that do the same, as far as that can be said; above 0."""
+    size = outputs[0].numel() if op in _EQUAL and outputs else 0
+    return _NUMBERS[op] << 48 | size
 
 
 def _forward(op: str) -> Any:
@@ -168,17 +179,23 @@ class LetoGroup(dist.ProcessGroup):
         if fabric.poisoned or inner is None:
             return self._lost(epoch, outputs)
         on_done = fabric.recorded(self._name, op, outputs)
+        started: reduced.Reduced | None = None
         try:
-            work = getattr(inner, op)(*args, **kwargs)
+            if op in reduced.OPS and not fabric.nccl:
+                started = reduced.start(inner, op, args, kwargs, self._place.rank, self._place.size)
+            work = started.work if started is not None else getattr(inner, op)(*args, **kwargs)
         except RuntimeError as error:
             if not (op in _IMMEDIATE or fabric.poisoned):
                 raise
             fabric.failed(epoch, str(error).partition("\n")[0])
             return self._lost(epoch, outputs)
         if op in _POINT_TO_POINT:
-            return fabric.track(PointToPointWork(fabric, epoch, work, outputs, on_done=on_done))
+            between_two = PointToPointWork(fabric, epoch, work, outputs, on_done=on_done)
+            return fabric.track(between_two, self._name)
         slices = not fabric.nccl or bool(outputs and outputs[0].is_cpu)
-        return fabric.track(LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices))
+        take = started.take if started is not None else None
+        made = LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices, take=take)
+        return fabric.track(made, self._name, _signature(op, outputs))
 
     def _lost(self, epoch: int, outputs: list[torch.Tensor]) -> Work:
         if not self._fabric.forgives(epoch):

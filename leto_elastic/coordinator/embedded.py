@@ -46,7 +46,7 @@ _RESTARTS = 5
 
 _STEADY = 10.0
 
-_PREFIX = "leto-etcd-"
+PREFIX = "leto-etcd-"
 
 _ABANDONED = 60.0
 """Seconds after which a directory that no process has locked is one that its agent, killed, left behind."""
@@ -88,7 +88,7 @@ class EmbeddedEtcd:
     def __init__(self, binary: str) -> None:
         self._binary = binary
         _sweep(Path(tempfile.gettempdir()))
-        self._directory = Path(tempfile.mkdtemp(prefix=_PREFIX))  # 0700
+        self._directory = Path(tempfile.mkdtemp(prefix=PREFIX))  # 0700
         self._lock: int | None = _lock(self._directory)
         self._name = f"leto-{uuid.uuid4().hex}"
         self._ports = (0, 0)
@@ -285,7 +285,24 @@ def _lock(directory: Path) -> int | None:
 
 def _sweep(parent: Path) -> None:
     """Remove what killed agents of this user left behind."""
-    for directory in parent.glob(f"{_PREFIX}*"):
+    for directory in abandoned(parent):
+        remove(directory)
+
+
+def remove(directory: Path) -> bool:
+    """Remove a data directory. False when a process has locked it, or it is gone."""
+    fd = _lock(directory)
+    if fd is None:
+        return False
+    shutil.rmtree(directory, ignore_errors=True)
+    os.close(fd)
+    return True
+
+
+def abandoned(parent: Path) -> list[Path]:
+    """The data directories that killed agents of this user have left."""
+    left = []
+    for directory in parent.glob(f"{PREFIX}*"):
         try:
             found = directory.lstat()
         except OSError:
@@ -294,8 +311,9 @@ def _sweep(parent: Path) -> None:
         if ours and time.time() - found.st_mtime > _ABANDONED:
             fd = _lock(directory)
             if fd is not None:
-                shutil.rmtree(directory, ignore_errors=True)
+                left.append(directory)
                 os.close(fd)
+    return left
 
 
 def _free_ports() -> tuple[int, int]:

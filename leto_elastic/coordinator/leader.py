@@ -300,7 +300,8 @@ class Mirror:
             self.seats, self.generation = plan.nodes, plan.generation
         newest = self.history[-1].epoch if self.history else 0
         if plan.action == "repair" and plan.epoch > newest:
-            self.history.append(PastRecovery(plan.epoch, plan.step, plan.time, plan.count))
+            causes = ladder.causes_of(plan.failures, plan.repairs)
+            self.history.append(PastRecovery(plan.epoch, plan.step, plan.time, plan.count, causes, plan.skip))
 
     def view(self, policy: Policy, max_restarts: int, now: float, code: tuple[int, int] = (0, 0)) -> JobView:
         """What a decision about the present failures depends on."""
@@ -309,15 +310,18 @@ class Mirror:
         first = [sum(seat.slots for seat in self.seats[:position]) for position in range(len(self.seats))]
         gone = {f.slot for f in failures if f.cause is FailureClass.NODE}
         lost = tuple(p for p, seat in enumerate(self.seats) if gone & set(range(first[p], first[p] + seat.slots)))
-        if lost and self.lost_since is None:
-            self.lost_since = now
+        if lost and self.lost_since is None:  # as it was reported: a change of leaders does not begin the wait anew
+            reported = [f.time for f in failures if f.cause is FailureClass.NODE and f.time > 0.0]
+            self.lost_since = min([now, *reported])
         taken = {seat.node for seat in self.seats}
         spares = sorted((node for node in self._nodes if node not in taken), key=self._created.__getitem__)
         expected = sum(seat.slots for seat in self.seats)
         return JobView(
             epoch=self.epoch or 0,
             step_of_failure=max(failure.step for failure in failures),
-            failures=tuple(ladder.Failure(f.rank, f.slot, f.cause, f.step) for f in failures),
+            failures=tuple(
+                ladder.Failure(f.rank, f.slot, f.cause, f.step, f.held, f.digest, f.detail) for f in failures
+            ),
             shadows={slot: record.shadow for slot, record in slots.items()},
             protected=len(slots) >= expected and all(record.protected for record in slots.values()),
             leto_job=any(record.leto for record in slots.values()),
@@ -367,6 +371,7 @@ class Mirror:
             nodes=tuple(seats),
             generation=view.epoch + 1 if afresh else self.generation,
             count=view.count,
+            skip=decision.skip,
         )
         return plan, conditions
 

@@ -119,7 +119,8 @@ class SlotRecord(Record, frozen=True, kw_only=True):
 class FailureRecord(Record, frozen=True, kw_only=True):
     """How a trainer ended, and where its header stood (`step`, `phase`, `chunk`); `time` in unix seconds.
 
-    `detail`: what is known beyond that, for a human.
+    `detail`: what is known beyond that, for a human. `held`: the process is alive and holds the exception, whose
+    `digest` is the same for the same error.
     """
 
     rank: int
@@ -131,6 +132,8 @@ class FailureRecord(Record, frozen=True, kw_only=True):
     chunk: int = 0
     time: float = 0.0
     detail: str = ""
+    held: bool = False
+    digest: str = ""
 
 
 class PlanRecord(Record, frozen=True, kw_only=True):
@@ -149,6 +152,7 @@ class PlanRecord(Record, frozen=True, kw_only=True):
         nodes: who takes part, by position.
         count: of the failures, as limits count them.
         generation: the newest epoch in which memory was lost, see `leto_elastic.state.header.tag_of`.
+        skip: the step that ranks which still stand at it step over; -1: none.
     """
 
     epoch: int
@@ -163,6 +167,7 @@ class PlanRecord(Record, frozen=True, kw_only=True):
     nodes: tuple[Seat, ...] = ()
     generation: int = 0
     count: int = 0
+    skip: int = -1
 
 
 class ShardRecord(Record, frozen=True, kw_only=True):

@@ -60,7 +60,10 @@ class Kill:
 
 @dataclass(frozen=True, slots=True)
 class Death:
-    """A failure of a rank; `detail` is for a human."""
+    """A failure of a rank; `detail` is for a human.
+
+    `held`: its process is alive and holds an exception; `digest`: of an exception, equal for equal ones.
+    """
 
     rank: int
     slot: int
@@ -71,11 +74,14 @@ class Death:
     phase: str
     chunk: int
     detail: str = ""
+    held: bool = False
+    digest: str = ""
 
     @property
     def told(self) -> str:
         """For a human."""
-        return f"rank {self.rank} ended ({how(self.code)})" + (f": {self.detail}" if self.detail else "")
+        what = "raised" if self.held else f"ended ({how(self.code)})"
+        return f"rank {self.rank} {what}" + (f": {self.detail}" if self.detail else "")
 
     def fields(self) -> dict[str, object]:
         """For the event."""
@@ -93,6 +99,13 @@ class Report:
 
     epoch: int
     death: Death
+
+
+@dataclass(frozen=True, slots=True)
+class Surrender:
+    """Have a process end by the exception that it holds, within the shutdown deadline."""
+
+    key: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,6 +180,7 @@ Action = (
     | Warn
     | Hurry
     | Kill
+    | Surrender
     | Report
     | Welcome
     | Recall

@@ -26,6 +26,7 @@ from leto_elastic.launch.logs import Logs
 from leto_elastic.launch.posix import become_subreaper
 from leto_elastic.launch.protection import Protection
 from leto_elastic.launch.rendezvous import LetoRendezvousHandler
+from leto_elastic.launch.retention import Retention
 from leto_elastic.launch.setup import RunDirectory, entry_of
 from leto_elastic.launch.signals import handled
 from leto_elastic.launch.supervisor import Supervisor
@@ -138,7 +139,8 @@ class LetoElasticAgent(LocalElasticAgent):
                 decider = self._make_decider()
                 protects = several or self._policy.protect.local.parity > 0
                 protection = Protection(settings, decider, events) if protects else None
-                supervisor = Supervisor(settings, self, decider, events, protection=protection)
+                retention = self._make_retention()
+                supervisor = Supervisor(settings, self, decider, events, protection=protection, retention=retention)
                 with handled(supervisor.interrupt, supervisor.forward):
                     return await supervisor.run()
             finally:
@@ -146,6 +148,24 @@ class LetoElasticAgent(LocalElasticAgent):
         finally:
             become_subreaper(False)
             directory.close()
+
+    def _make_retention(self) -> Retention | None:
+        """Raises ConfigError when the state of this run is in use, or cannot be kept in files."""
+        state, parameters = self._policy.state, self._parameters
+        if state.retain == "memory":
+            return None
+        if parameters.nodes[1] > 1 or parameters.etcd is not None:
+            raise ConfigError(
+                "state.retain: file is for jobs of one node with an etcd of their own; with several nodes the others "
+                "keep the state (protect.global)"
+            )
+        if self._policy.protect.local.parity:
+            raise ConfigError("state.retain: file and protect.local.parity: 1 do not go together yet")
+        if parameters.run_id == "none":
+            raise ConfigError("state.retain: file needs a run id, by which the state is found again: --rdzv-id=NAME")
+        return Retention(
+            state.dir, parameters.run_id, self._worker_group.spec.local_world_size, self._policy.deadlines.abort
+        )
 
     def _make_decider(self) -> EtcdDecider:
         spec = self._worker_group.spec

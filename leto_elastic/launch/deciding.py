@@ -15,9 +15,12 @@ from typing import Any, Protocol
 from leto_elastic.coordinator.coordinator import MakeStore
 from leto_elastic.launch.actions import Death
 from leto_elastic.launch.world import PlanView, World
-from leto_elastic.recovery.ladder import Failure, JobView, PastRecovery, ShadowState, decide
+from leto_elastic.recovery.ladder import Failure, JobView, PastRecovery, ShadowState, decide, remember
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
+
+STALLED = "stalled"
+"""The stage that a node may come to at any time, and may take back by saying nothing (b""): its ranks stand still."""
 
 
 class Ears(Protocol):
@@ -36,7 +39,7 @@ class Ears(Protocol):
         ...
 
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
-        """All nodes have come to a stage of an epoch; what they said, by position."""
+        """All nodes have come to a stage of an epoch; what they said, by position. Of `STALLED` at each change."""
         ...
 
     def ended(self, reason: str | None) -> None:
@@ -132,7 +135,10 @@ class Alone:
         view = JobView(
             epoch=self._epoch,
             step_of_failure=max(death.step for death in deaths),
-            failures=tuple(Failure(death.rank, death.rank, death.cause, death.step) for death in deaths),
+            failures=tuple(
+                Failure(death.rank, death.rank, death.cause, death.step, death.held, death.digest, death.detail)
+                for death in deaths
+            ),
             shadows=shadows,
             protected=all(state.protected for state in self._slots.values()),
             leto_job=True,
@@ -144,12 +150,13 @@ class Alone:
         )
         decision = decide(self._policy, view)
         self._epoch += 1
-        self._history.append(PastRecovery(self._epoch, view.step_of_failure, now, len(deaths)))
+        self._history.append(remember(view, decision))
         host, port = await self._make_store(self._epoch)
         repairs = {repair.slot: repair.action for repair in decision.repairs}
         action: Any = decision.action
         address = StoreAddress(host, port)
-        self._ears.plan_arrived(PlanView(self._epoch, action, repairs, address, decision.reason, self._world))
+        view_of_plan = PlanView(self._epoch, action, repairs, address, decision.reason, self._world, skip=decision.skip)
+        self._ears.plan_arrived(view_of_plan)
 
     def say(self, epoch: int, stage: str, payload: bytes) -> None:
         asyncio.get_running_loop().call_soon(self._ears.met, epoch, stage, {0: payload})

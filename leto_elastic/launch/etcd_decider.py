@@ -9,7 +9,6 @@ import time
 import uuid
 from collections.abc import Callable, Coroutine
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -22,8 +21,8 @@ from leto_elastic.coordinator.schema import FailureRecord, NodeRecord, PlanRecor
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.errors import LetoError
 from leto_elastic.launch.actions import Death
-from leto_elastic.launch.deciding import Ears, SlotState
-from leto_elastic.launch.world import PlanView, World, code_of, position_among
+from leto_elastic.launch.deciding import STALLED, Ears, SlotState
+from leto_elastic.launch.world import PlanView, World, code_of, met, position_among
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.wire import StoreAddress
 
@@ -82,16 +81,9 @@ class EtcdDecider:
             node = msgspec.structs.replace(node, keeper=port)
         await coordinator.register(node)
         least, most = self._nodes
-        plan = await coordinator.meet(make_store, least=least, most=most)
-        self._plan = self._view(plan)
-        heard = plan.epoch
-        if plan.action not in ("start", "restart") and self._plan.world.position is not None:
-            # It was taken for a spare as soon as it was known, and has nothing of what its ranks had: it begins as one.
-            heard -= 1
-            spare = replace(self._plan.world, position=None)
-            self._plan = replace(self._plan, epoch=heard, world=spare)
+        plan = self._plan = met(self._view(await coordinator.meet(make_store, least=least, most=most)))
         self._lead()
-        self._start(self._follow(coordinator, heard))
+        self._start(self._follow(coordinator, plan.epoch))
         return self._plan
 
     def _lead(self) -> None:
@@ -134,6 +126,8 @@ class EtcdDecider:
             chunk=death.chunk,
             time=time.time(),
             detail=death.detail,
+            held=death.held,
+            digest=death.digest,
         )
         assert self._coordinator is not None
         # A stale report needs nothing: the plan that made it stale does not cover the death, which the job notices.
@@ -201,7 +195,7 @@ class EtcdDecider:
                 said = self._said.setdefault(stage, {})
                 complete = len(said) == len(world.seats)
                 said[position] = payload
-                if not complete and len(said) == len(world.seats):
+                if len(said) == len(world.seats) and (not complete or stage == STALLED):
                     self._ears.met(epoch, stage, dict(said))
             case Came(node):
                 self._left.discard(node)
@@ -242,7 +236,7 @@ class EtcdDecider:
         world = World(plan.nodes, position_among(plan.nodes, self._id), plan.generation)
         deaths = tuple(_death(failure) for failure in plan.failures)
         store = StoreAddress(plan.store_host, plan.store_port)
-        return PlanView(plan.epoch, plan.action, repairs, store, plan.reason, world, deaths)
+        return PlanView(plan.epoch, plan.action, repairs, store, plan.reason, world, deaths, plan.skip)
 
     # ---- tasks
 
@@ -265,4 +259,4 @@ class EtcdDecider:
 def _death(record: FailureRecord) -> Death:
     """The record of a failure as the agent that saw it had it, but for the exit code."""
     r = record
-    return Death(r.rank, r.slot, r.pid, 0, r.cause, r.step, r.phase, r.chunk, r.detail)
+    return Death(r.rank, r.slot, r.pid, 0, r.cause, r.step, r.phase, r.chunk, r.detail, r.held, r.digest)

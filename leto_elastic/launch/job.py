@@ -13,6 +13,10 @@ Guarantees, whatever the order of events:
   more, so where each stands is final), then each node brings the state of its slots to the version that follows from
   that, then *ready*. A failure anywhere ends the way; the next plan begins it again, nothing so far is in vain.
 * A process that waits to be promoted and dies is a failure of its rank; any other standby is just started again.
+* A process that holds an exception is a failure of its rank as if it had died, and stays its trainer until a plan says
+  otherwise: to `retry` it gets the plan as a survivor, else it ends by its exception. Before it has ended nobody takes
+  its rank and the job does not end, and its exit is not another failure.
+* A process that ends by decision of the script (KeyboardInterrupt, SystemExit) ends the job.
 * Once a rank has left the loop, all have committed the last step. No epoch is built any more: whoever still waits in
   the loop is released, and a rank that is killed then is replaced once, alone, to do what follows the loop.
 """
@@ -22,7 +26,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from leto_elastic import wire
-from leto_elastic.launch import standbys
+from leto_elastic.launch import holders, standbys
 from leto_elastic.launch.actions import (
     Action,
     Death,
@@ -41,6 +45,7 @@ from leto_elastic.launch.actions import (
     Settled,
     Spawn,
     Stand,
+    Surrender,
     Warn,
     Welcome,
 )
@@ -95,9 +100,12 @@ class Job:
         self._stood = False  # what this node has said on the way into this epoch
         self._restored = False
         self._readied = False
-        self._store = wire.StoreAddress("", 0)
+        self._store, self._skip = wire.StoreAddress("", 0), -1  # of the plan
         self._stall: Stall | None = None
         self._gone: dict[int, str] = {}  # nodes that were lost, by position
+        self.ending: str | None = None  # why the job ends as soon as those that hold exceptions have ended by them
+        self._left: str | None = None  # who left the training with exit code 0, before its end
+        self._skipped: set[int] = set()
 
     @property
     def spare(self) -> bool:
@@ -116,6 +124,12 @@ class Job:
     @property
     def finished(self) -> bool:
         return any(slot.finished for slot in self.slots)
+
+    @property
+    def steady(self) -> bool:
+        """Its ranks train, and may be watched: no recovery is under way here, and the training is not over."""
+        trains = self.leto and self._launched and not (self.over or self.finished or self.spare)
+        return trains and not self._aborted and self._stall is None
 
     # ---- processes
 
@@ -144,15 +158,58 @@ class Job:
             return []
         if slot.standby is member:
             slot.standby = None
-            return self._standby_gone(slot, member, code, noticed)
-        slot.trainer = None
+            return self._standby_gone(slot, member, code, noticed) if self.ending is None else []
+        if slot.trainer is member:
+            slot.trainer = None
+        if self.ending is not None:
+            return self._end(self.ending)
+        if member.surrendered:
+            return self._launch(noticed)
+        if member.quitting is not None:
+            return self._quit(slot, member.quitting, code)
         if code == 0 and (slot.finished or not self.leto):
             slot.done = True
             return self._end(None) if all(other.done for other in self.slots) else []
         return self._trainer_gone(slot, slot.mourn(member, code), slot.died(noticed), noticed)
 
+    def raised(self, key: int, message: wire.Raised, now: float) -> list[Action]:
+        """A trainer holds an exception of the body of its step; what its rank needs is for a plan to say."""
+        member = self.members[key]
+        slot = self.slots[member.slot]
+        if slot.trainer is not member or slot.lost or slot.verdict is not None or message.epoch < member.planned:
+            return []  # it is about to be killed, or was given a plan before this arrived, and goes on by that
+        member.failing, member.oom, member.held = message.reason, message.oom, True
+        if self.ending is not None:
+            return holders.surrender(member)
+        if self.finished or not self.protected:
+            member.held = False
+            return [Surrender(key)]  # its end is the failure
+        death = slot.mourn(member, 0, held=True)
+        event = Emit("failure", death.fields())
+        return [*self._abort(), *self._failed(slot, death, slot.died(now), now), event]
+
+    def quitting(self, key: int, reason: str) -> None:
+        """A process is about to end in a way that is not to be repaired."""
+        self.members[key].quitting = reason
+
+    def _quit(self, slot: Slot, reason: str, code: int) -> list[Action]:
+        """All ranks may leave with exit code 0, which is then the end; one that waits for another then ends the job."""
+        if code != 0 or any(trainer.parked for trainer in self._trainers()):
+            return self._end(reason)
+        slot.done, self._left = True, reason
+        return self._end(None) if all(other.done for other in self.slots) else []
+
+    def skipped(self, step: int, reason: str) -> list[Action]:
+        """A rank has stepped over a step; of all that tell it, the first one's word counts."""
+        if step in self._skipped:
+            return []
+        self._skipped.add(step)
+        return [Emit("skipped", {"step": step, "reason": reason, "total": len(self._skipped)})]
+
     def _trainer_gone(self, slot: Slot, death: Death, died: float, noticed: float) -> list[Action]:
         event = Emit("failure", death.fields())
+        if self._left is not None:
+            return [event, *self._end(self._left)]
         if not self.leto:
             if self.several:
                 return [event, Report(self.epoch, death)]
@@ -172,7 +229,7 @@ class Job:
         slot.awaiting = False
         self._mourned(death, died, noticed)
         standby = slot.standby
-        warning = [Warn(standby.key)] if standby is not None and standby.ready else []
+        warning = [Warn(standby.key)] if standby is not None and standby.ready and not death.held else []
         return [Report(self.epoch, death), *warning]
 
     def _mourned(self, death: Death, died: float, noticed: float) -> None:
@@ -254,7 +311,7 @@ class Job:
 
     def _standby_gone(self, slot: Slot, member: Member, code: int, noticed: float) -> list[Action]:
         if slot.awaiting:
-            return self._trainer_gone(slot, slot.mourn(member, code), noticed, noticed)
+            return [Publish(slot.index), *self._trainer_gone(slot, slot.mourn(member, code), noticed, noticed)]
         return [Publish(slot.index), *standbys.died(slot, member, code), *self.shadows_wanted()]
 
     def shadows_wanted(self) -> list[Action]:
@@ -272,11 +329,23 @@ class Job:
         before, self.short = self.short, short
         return self.shadows_wanted() if short is None else standbys.give_up(self.slots, short, first=before is None)
 
+    def resume(self, store: wire.StoreAddress, now: float) -> list[Action]:
+        """Begin with the state that another agent left: the slots have everything but a process, which they get now."""
+        self.leto, self._store, self._launched = True, store, False
+        self._stall = Stall(died=now, noticed=now, newest=self.newest())
+        actions: list[Action] = []
+        for slot in self.slots:
+            slot.awaiting = True
+            self._stall.add(Death(slot.rank, slot.index, 0, 0, FailureClass.SIGNAL, self.newest(), "", 0))
+            self._stall.actions[slot.rank] = "adopt"
+            actions += [Publish(slot.index), *self._stand_in(slot)]
+        return actions
+
     # ---- plans
 
     def plan(self, plan: PlanView, now: float) -> list[Action]:
         """A plan arrived; one that is not newer than the epoch is ignored."""
-        if self.over or plan.epoch <= self.epoch:
+        if self.over or self.ending is not None or plan.epoch <= self.epoch:
             return []
         if plan.action == "fail":
             return self._end(plan.reason)
@@ -311,7 +380,7 @@ class Job:
         self.epoch = plan.epoch
         self.world = plan.world if plan.world.seats and plan.world.size else self.world
         self.commits.clear()
-        self._store = plan.store
+        self._store, self._skip = plan.store, plan.skip
         self._launched = self._aborted = False
         self._stood = self._restored = self._readied = False
 
@@ -350,15 +419,21 @@ class Job:
         return [*(Publish(slot.index) for slot in self.slots), *reports]
 
     def _repair(self, slot: Slot, action: str) -> list[Action]:
+        assert self._stall is not None
+        holder, standby = slot.trainer, slot.standby
+        if action == "retry":
+            if holder is not None and not holder.surrendered:  # else its end is reported again
+                slot.death = None
+                self._stall.actions[slot.rank] = action
+            return []
         slot.death = None
         slot.awaiting = True
-        assert self._stall is not None
-        standby = slot.standby
+        surrender = [] if holder is None else holders.surrender(holder)
         if standby is not None and standby.ready:
             self._stall.actions[slot.rank] = action
-            return []
+            return surrender
         self._stall.actions[slot.rank] = "respawn"
-        return self._stand_in(slot)
+        return [*surrender, *self._stand_in(slot)]
 
     def _stand_in(self, slot: Slot) -> list[Action]:
         """Have a process made ready as soon as possible; nothing to do when one is."""
@@ -381,6 +456,8 @@ class Job:
             return []
         if self._staged and not self._restored:
             return self._stand()
+        if any(member.surrendered for member in self._trainers()):
+            return []
         if any(slot.awaiting and (slot.standby is None or not slot.standby.ready) for slot in self.slots):
             return []
         if self._staged:
@@ -397,7 +474,7 @@ class Job:
     def parked(self, key: int, now: float) -> list[Action]:
         """A trainer waits for a plan, and its header does not move any more."""
         self.members[key].parked = True
-        return self._launch(now)
+        return self._launch(now) if self._left is None else self._end(self._left)
 
     def restored(self, epoch: int, version: int | None, manifests: Mapping[int, Blob], now: float) -> list[Action]:
         """The state of this node's slots is at `version` (None: nothing had to be moved).
@@ -423,7 +500,7 @@ class Job:
             if slot.rank not in ranks:
                 continue
             slot.lost = True
-            if slot.trainer is not None:  # its end is the failure
+            if slot.trainer is not None and not slot.trainer.surrendered:  # its end is the failure
                 actions.append(Kill(slot.trainer.key))
             else:
                 slot.death = Death(slot.rank, slot.index, 0, 0, FailureClass.STATE, self.newest(), "", 0)
@@ -447,8 +524,9 @@ class Job:
             if slot.awaiting:
                 promotions += self._promote(slot, self._store)
             elif slot.trainer is not None:
-                slot.trainer.parked = False
-                plans.append(Send(slot.trainer.key, wire.Plan(self.epoch, self._store, self.world.generation)))
+                holders.goes_on(slot.trainer, self.epoch)
+                plan = wire.Plan(self.epoch, self._store, self.world.generation, self._skip)
+                plans.append(Send(slot.trainer.key, plan))
         return [*promotions, *plans, *(Publish(slot.index) for slot in self.slots)]
 
     def _promote(self, slot: Slot, store: wire.StoreAddress) -> list[Action]:
@@ -463,7 +541,7 @@ class Job:
         slot.unfit = False
         slot.quick_deaths = 0
         member.kind = "trainer"
-        promote = wire.Promote(self.epoch, slot.manifest.version, store, self.world.generation)
+        promote = wire.Promote(self.epoch, slot.manifest.version, store, self.world.generation, self._skip)
         return [*actions, HandOver(member.key, promote)]
 
     def _attach(self, slot: Slot, member: Member) -> Send:
@@ -537,9 +615,9 @@ class Job:
             return [event, *self._end(f"rank {slot.rank} cannot be replaced: {reason}")]
         return [event, Publish(slot.index)]
 
-    def failing(self, key: int, reason: str) -> None:
-        """A process is about to end by an exception."""
-        self.members[key].failing = reason
+    def failing(self, key: int, reason: str, *, oom: bool = False) -> None:
+        """A process is about to end by an exception; `oom`: one that tells of want of memory."""
+        self.members[key].failing, self.members[key].oom = reason, oom
 
     def finish(self, key: int) -> list[Action]:
         """A trainer has left the loop, so the training is over on all ranks, also on those that died in its barrier."""
@@ -562,5 +640,9 @@ class Job:
         return [*actions, *self._launch_alone()]
 
     def _end(self, reason: str | None) -> list[Action]:
+        holding = [member for member in self._trainers() if member.held] if reason is not None else []
+        if holding:  # their tracebacks are the last that is seen of the job
+            self.ending = self.ending or reason
+            return [action for member in holding for action in holders.surrender(member)]
         self.over = True
         return [End(reason)]

@@ -105,6 +105,7 @@ class Protection:
             on_lost=self._lost,
             on_event=lambda event, fields: self._tell(self._heard, event, fields),
             deadline=self._policy.deadlines.restore,
+            connect=self._policy.deadlines.connect,
         )
         return self._keeper.start()[1]
 

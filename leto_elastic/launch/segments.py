@@ -8,6 +8,7 @@ step. What is left is asked of the kernel first, because a cgroup's limit is not
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -46,7 +47,7 @@ class Memory:
         fields = dict(line.split(":", 1) for line in (self._proc / "meminfo").read_text().splitlines() if ":" in line)
         total = int(fields["MemTotal"].split()[0]) * 1024
         rooms = [Room(int(fields["MemAvailable"].split()[0]) * 1024, total, "the machine")]
-        rooms += [room for room in (self._of_group(path) for path in self._groups()) if room.total < total]
+        rooms += [room for room in (self._of_group(path) for path in self.groups()) if room.total < total]
         return min(rooms, key=lambda room: room.available)
 
     def pressure(self) -> float:
@@ -58,10 +59,10 @@ class Memory:
         values = dict(part.split("=", 1) for part in line.split()[1:])
         return float(values.get("avg10", "0"))
 
-    def _groups(self) -> list[Path]:
-        """Directories of our memory control group and those above it."""
+    def groups(self, pid: str = "self") -> list[Path]:
+        """Directories of the memory control group of a process and those above it, its own first."""
         try:
-            lines = (self._proc / "self" / "cgroup").read_text().splitlines()
+            lines = (self._proc / pid / "cgroup").read_text().splitlines()
         except OSError:
             return []
         found: list[Path] = []
@@ -77,6 +78,19 @@ class Memory:
             found += [root.joinpath(*names[:depth]) for depth in range(len(names), -1, -1)]
         return found
 
+    def told(self, group: Path) -> str:
+        """A control group's limit and use in numbers, for a human; the tightest limit of it and those above it."""
+        above = [path for path in (group, *group.parents) if path.is_relative_to(self._cgroup)]
+        told = []
+        for limit, usage, peak in _FILES_OF_GROUP:
+            limits = [(size, path) for path in above if (size := _number(path / limit)) is not None]
+            if limits:
+                size, where = min(limits, key=lambda pair: pair[0])
+                told.append(f"the limit of the control group {where} is {size / MIB:.0f} MiB")
+                values = (("in use", _number(where / usage)), ("at most", _number(where / peak)))
+                told += [f"{name} {value / MIB:.0f}" for name, value in values if value is not None]
+        return ", ".join(told) or f"the control group {group} has no limit"
+
     def _of_group(self, path: Path) -> Room:
         for limit, usage, cache in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -89,6 +103,20 @@ class Memory:
                 continue
             return Room(max(0, total - used + _stat(path, cache)), total, f"the control group {path}")
         return Room(1 << 63, 1 << 63, "no limit")
+
+
+_FILES_OF_GROUP = (
+    ("memory.max", "memory.current", "memory.peak"),
+    ("memory.limit_in_bytes", "memory.usage_in_bytes", "memory.max_usage_in_bytes"),
+)
+
+
+def _number(file: Path) -> int | None:
+    """Of a file with one number in it; None for no such file and for "max"."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
 
 
 def _stat(path: Path, key: str) -> int:
@@ -105,6 +133,7 @@ class Segments:
 
     slot: int
     memory: Memory
+    make: Callable[[int, str], int] | None = None  # (slot, name) -> a file instead of a memfd; may raise OSError
     fds: dict[str, int] = field(default_factory=dict)
     sizes: dict[str, int] = field(default_factory=dict)
     header: Header | None = None
@@ -125,7 +154,10 @@ class Segments:
                 f"{room.available / MIB:.1f} of {room.total / MIB:.1f} MiB left; use a smaller model, fewer processes "
                 "or more memory"
             )
-        fd = os.memfd_create(f"leto-{self.slot}-{name}", os.MFD_CLOEXEC)
+        if self.make is None:
+            fd = os.memfd_create(f"leto-{self.slot}-{name}", os.MFD_CLOEXEC)
+        else:
+            fd = self.make(self.slot, name)
         try:
             os.posix_fallocate(fd, 0, size)
         except OSError as error:
@@ -167,6 +199,11 @@ class MemoryGauge:
             return "memory was short a moment ago"
         self._last_short = None
         return None
+
+    def hit(self, now: float) -> str:
+        """A process was out of memory at `now`; returns the reason why idle shadows must not be kept."""
+        self._last_short = now
+        return "a process was out of memory"
 
     def _reason(self) -> str | None:
         room = self._memory.room()

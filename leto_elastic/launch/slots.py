@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from leto_elastic.launch.actions import Death, Kind
 from leto_elastic.recovery.ladder import ShadowState
 from leto_elastic.recovery.policy import FailureClass
-from leto_elastic.state.header import Position
+from leto_elastic.state.header import Position, Signs
 
 
 class Blob(NamedTuple):
@@ -20,15 +21,25 @@ class Blob(NamedTuple):
 
 
 class HeaderView(Protocol):
-    """Of a trainer's header, what the agent reads and resets."""
+    """Of a trainer's header, what the agent reads and resets; see `leto_elastic.state.header`."""
 
     last_words: float
+    beat: float
+    paused: float
+    waiting: int
+    thread: int
 
     @property
     def valid(self) -> bool: ...
 
     @property
     def position(self) -> Position: ...
+
+    @property
+    def signs(self) -> Signs: ...
+
+    @property
+    def groups(self) -> dict[int, tuple[int, int]]: ...
 
 
 class Held(Protocol):
@@ -56,6 +67,11 @@ class Member:
     dismissed: bool = False  # killed because memory was short
     attached: int = -1  # version of the manifest it was given
     failing: str | None = None
+    oom: bool = False  # what it is failing with is want of memory
+    held: bool = False  # it is alive and holds what it is failing with
+    surrendered: bool = False  # and was told to end by it
+    quitting: str | None = None  # it ends in a way that is not to be repaired
+    planned: int = -1  # newest epoch that it was given a plan of
 
 
 @dataclass
@@ -78,6 +94,8 @@ class Slot:
     alone: bool = False  # replaced after the training was over, which is done once
     unfit: bool = False
     quick_deaths: int = 0
+    verdict: FailureClass | None = None  # why its trainer is being ended, when its exit code does not tell
+    detail: str = ""  # the same, for a human
 
     @property
     def protected(self) -> bool:
@@ -104,13 +122,25 @@ class Slot:
         words, header.last_words = header.last_words, 0.0
         return min(words, noticed)
 
-    def mourn(self, member: Member, code: int) -> Death:
-        """The record of a trainer's end."""
+    def killed_for_memory(self, member: Member, told: str) -> None:
+        """The end of a process of this slot, which is about to be dealt with, was the kernel's doing."""
+        member.dismissed = True
+        if member is self.trainer or self.awaiting:
+            self.verdict, self.detail = FailureClass.OOM, told
+
+    def mourn(self, member: Member, code: int, *, held: bool = False) -> Death:
+        """The record of a trainer's end; `held`: it has not ended, and holds an exception."""
         position = self.position()
-        if self.lost:
+        verdict, self.verdict = self.verdict, None
+        detail, self.detail = self.detail or member.failing or "", ""
+        if verdict is not None:
+            cause = verdict
+        elif self.lost:
             cause = FailureClass.STATE
         elif code < 0:
             cause = FailureClass.SIGNAL
+        elif member.oom:
+            cause = FailureClass.OOM
         else:
             cause = FailureClass.EXCEPTION if member.failing is not None else FailureClass.EXIT
         return Death(
@@ -122,5 +152,11 @@ class Slot:
             step=position.step if position else 0,
             phase=position.phase.name.lower() if position else "setup",
             chunk=position.chunk if position else 0,
-            detail=member.failing or "",
+            detail=detail,
+            held=held,
+            digest=_digest(member.failing) if member.failing is not None and code >= 0 else "",
         )
+
+
+def _digest(reason: str) -> str:
+    return hashlib.blake2b(reason.encode(), digest_size=8).hexdigest()

@@ -32,10 +32,10 @@ def _start(slots: Sequence[Slot]) -> list[Action]:
 
 
 def give_up(slots: Sequence[Slot], short: str, *, first: bool) -> list[Action]:
-    """Kill the idle ones, because memory is short; told only the first time."""
+    """Kill the idle ones, whose trainers live, because memory is short; told only the first time."""
     actions: list[Action] = []
     for slot in slots:
-        if slot.standby is not None and not slot.awaiting:
+        if slot.standby is not None and slot.trainer is not None:
             if first:
                 actions.append(Emit("shadow_given_up", {"slot": slot.index, "reason": short}))
             slot.standby.dismissed = True

@@ -21,23 +21,27 @@ from leto_elastic.errors import LetoError, NotEnoughMemory
 from leto_elastic.launch import actions as act
 from leto_elastic.launch.crew import Crew
 from leto_elastic.launch.crew import Job as Order
-from leto_elastic.launch.deciding import Decider, SlotState
+from leto_elastic.launch.deciding import STALLED, Decider, SlotState
 from leto_elastic.launch.forker import Forker
 from leto_elastic.launch.job import Job
 from leto_elastic.launch.logs import Logs, open_shadow_log
+from leto_elastic.launch.oom import OomWatch
 from leto_elastic.launch.posix import may_lower_niceness
 from leto_elastic.launch.process import Exit
 from leto_elastic.launch.protection import Protection
+from leto_elastic.launch.retention import Found, Retention
 from leto_elastic.launch.segments import Memory, MemoryGauge, Segments
 from leto_elastic.launch.slots import Blob, Member
 from leto_elastic.launch.stores import Stores
 from leto_elastic.launch.terms import Host, Interrupted, Outcome, Settings
 from leto_elastic.launch.together import Fenced, Together
+from leto_elastic.launch.watching import Watching
 from leto_elastic.launch.world import PlanView, World
 from leto_elastic.observe import report
 from leto_elastic.observe.events import EventLog
 
 _GAUGE_SECONDS = 1.0
+_NOT_AVAILABLE = "N/A"  # torch's path of an error file that is not there
 
 T = TypeVar("T")
 
@@ -57,6 +61,7 @@ class Supervisor:
         forker: starts processes.
         memory: says how much memory is left.
         protection: of the state against lost memory, in a job of several nodes.
+        retention: of the state in files; None keeps it in this process's memory.
     """
 
     def __init__(
@@ -68,6 +73,7 @@ class Supervisor:
         forker: Forker | None = None,
         memory: Memory | None = None,
         protection: Protection | None = None,
+        retention: Retention | None = None,
     ) -> None:
         self._settings = settings
         self._policy = settings.policy
@@ -77,7 +83,11 @@ class Supervisor:
         self._protection = protection
         memory = memory or Memory()
         self._gauge = MemoryGauge(self._policy.shadow, memory)
-        self._held = [Segments(slot, memory) for slot in range(settings.slots)]
+        self._oom = OomWatch(memory)
+        self._retention = retention
+        self._found: Found | None = None  # of the run's state, not taken up yet
+        make = retention.make if retention is not None else None
+        self._held = [Segments(slot, memory, make) for slot in range(settings.slots)]
         self._stores = Stores(self._policy.deadlines.collective, settings.address)
         self._forker = forker or Forker(self._policy.deadlines.start)
         self._failures: dict[int, ProcessFailure] = {}
@@ -86,6 +96,7 @@ class Supervisor:
         self._logs: Logs | None = None
         self._ticking: asyncio.TimerHandle | None = None
         self._together = Together(self, decider, protection, self._held)
+        self._watching = Watching(self, decider, settings)
         self._early: list[Callable[[], None]] | None = []  # what was heard before the group was started
         self._plan = PlanView(0, "start", {}, wire.StoreAddress("", 0), "", World.alone(settings.slots))
         self._attempt = 0
@@ -97,6 +108,7 @@ class Supervisor:
         self._loop.set_exception_handler(self._unhandled)
         self._over: asyncio.Future[Outcome] = self._loop.create_future()
         self._crew = Crew(self._forker, self)
+        self._watching.start()
         if self._protection is not None:
             self._protection.listen(self)
         state, reason = "broken", ""
@@ -135,6 +147,8 @@ class Supervisor:
         """The zygote's imports and the decider's start take their time together."""
         forker = self._loop.create_task(self._forker.start())
         try:
+            if self._retention is not None:
+                self._found = await asyncio.to_thread(self._retention.take)
             plan = await self._decider.open(self, self._make_store)
             await forker
             return plan
@@ -156,6 +170,8 @@ class Supervisor:
                 await self._stop(signal.SIGTERM)
                 self._end_attempt()
                 self._attempt += 1
+                if self._retention is not None:
+                    self._retention.begin()
                 self.emit("restart", {"reason": str(why), "attempt": self._attempt})
                 self._over = self._loop.create_future()
             except Interrupted as signalled:
@@ -184,6 +200,9 @@ class Supervisor:
         if job.spare:
             self.emit("spare", {"slots": len(job.slots)})
             self.do(job.shadows_wanted())
+        elif self._found is not None:
+            found, self._found = self._found, None
+            self.do(found.into(job, self._held, self._store))
         else:
             self.do([act.Spawn(slot.index, "trainer") for slot in job.slots])
         self._logs.start()
@@ -217,6 +236,9 @@ class Supervisor:
         finally:
             self._loop.set_exception_handler(None)
             self._together.close()
+            self._watching.close()
+            if self._retention is not None:
+                self._retention.end(self._job, succeeded=bool(succeeded))
             self._end_attempt()
             self._crew.close()
             self._stores.close()
@@ -283,6 +305,7 @@ class Supervisor:
 
     def process_started(self, key: int, pid: int) -> None:
         slot, kind = self._spawning.pop(key)
+        self._oom.joined(pid)
         job = self._job
         if job.over:
             self._crew.signal(key, signal.SIGKILL)
@@ -301,21 +324,28 @@ class Supervisor:
 
     def process_exited(self, key: int, pid: int, end: Exit) -> None:
         member = self._job.members.get(key)
+        killed = self._oom.ended(pid, end.code, time.monotonic(), member.failing if member is not None else None)
         if member is None or self._job.over:
             return
         slot = self._job.slots[member.slot]
         trainer = member.kind == "trainer"
+        if killed is not None:
+            slot.killed_for_memory(member, killed)
         self.do(self._job.exited(key, end.code, end.noticed))
+        if (killed is not None or member.oom) and not self._job.over:
+            self.do(self._job.memory(self._gauge.hit(time.monotonic())))
         assert self._logs is not None
         if trainer and not slot.done:
-            self._failures.pop(slot.rank, None)
-            self._failures[slot.rank] = _process_failure(slot.index, pid, end.code, self._logs.error_file(slot.index))
+            failure = _process_failure(slot.index, pid, end.code, self._logs.error_file(slot.index))
+            known = self._failures.pop(slot.rank, failure)  # the first traceback is the one to show
+            self._failures[slot.rank] = failure if known.error_file in ("", _NOT_AVAILABLE) else known
         if not self._job.over:
             self._logs.forget_error(slot.index)
 
     def process_greeted(self, key: int) -> None:
         member = self._job.members.get(key)
         if member is not None:
+            self._oom.joined(member.pid)
             self._job.greeted(key)
             if member.kind == "trainer" or self._job.slots[member.slot].record is not None:
                 self._greet(member)
@@ -360,12 +390,16 @@ class Supervisor:
                 record = Blob(fds.pop(), message.size)
                 if self._protection is not None:
                     self._protection.recorded(job.slots[member.slot].rank, record)
+                if self._retention is not None:
+                    self._retention.keep(member.slot, "record", record)
                 self.do(job.recorded(key, record))
             case wire.Manifest():
                 self._keep(job.slots[member.slot].manifest, fds)
                 manifest = Blob(fds.pop(), message.size, message.version)
                 if self._protection is not None:
                     self._protection.laid_out(job.slots[member.slot].rank, manifest, self._held[member.slot])
+                if self._retention is not None:
+                    self._retention.keep(member.slot, "manifest", manifest)
                 self.do(job.laid_out(key, manifest))
             case wire.Stepped() | wire.Due():
                 if self._protection is not None:
@@ -384,7 +418,13 @@ class Supervisor:
             case wire.Finished():
                 self.do(job.finish(key))
             case wire.Failing():
-                job.failing(key, message.reason)
+                job.failing(key, message.reason, oom=message.oom)
+            case wire.Raised():
+                self.do(job.raised(key, message, now))
+            case wire.Quitting():
+                job.quitting(key, message.reason)
+            case wire.Skipped():
+                self.do(job.skipped(message.step, message.reason))
             case wire.Suspect():
                 fields = {"rank": job.slots[member.slot].rank, "epoch": message.epoch, "reason": message.reason}
                 self._events.write("suspect", **fields)
@@ -436,12 +476,12 @@ class Supervisor:
         self._together.doubt(position)
 
     def met(self, epoch: int, stage: str, said: Mapping[int, bytes]) -> None:
-        self._together.met(epoch, stage, said)
+        (self._watching.met(epoch, said) if stage == STALLED else self._together.met(epoch, stage, said))
 
     def ended(self, reason: str | None) -> None:
         if self._early is not None:
             self._early.append(lambda: self.ended(reason))
-        elif not self._job.over and (reason is not None or self._job.spare):
+        elif not self._job.over and self._job.ending is None and (reason is not None or self._job.spare):
             self.do([act.End(None if reason is None else f"another node ended the job: {reason}")])
 
     async def _make_store(self, _epoch: int, fresh: bool = False) -> tuple[str, int]:
@@ -451,6 +491,7 @@ class Supervisor:
     def _tick(self) -> None:
         self._ticking = self._loop.call_later(_GAUGE_SECONDS, self._tick)
         self._together.look_around(self._policy.deadlines.replace)
+        self._oom.look(time.monotonic())
         if self._job.protected and not self._job.over:
             self.do(self._job.memory(self._gauge.short(time.monotonic())))
 
@@ -483,6 +524,9 @@ class Supervisor:
                 self._crew.deadline(action.key, self._respawn_deadline(lost))
             case act.Kill():
                 self._crew.signal(action.key, signal.SIGKILL)
+            case act.Surrender():
+                self._crew.send(action.key, wire.Surrender())
+                self._crew.deadline(action.key, self._policy.deadlines.shutdown)
             case act.Welcome():
                 self._greet(self._job.members[action.key])
             case act.Recall():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from leto_elastic import wire
@@ -54,7 +54,7 @@ class World:
 
 @dataclass(frozen=True, slots=True)
 class PlanView:
-    """Of a plan, what an agent needs. `repairs`: action by rank; `deaths`: what it covers."""
+    """Of a plan, what an agent needs. `repairs`: action by rank; `deaths`: what it covers; `skip`: see `wire.Plan`."""
 
     epoch: int
     action: Literal["start", "repair", "restart", "finish", "fail"]
@@ -63,6 +63,18 @@ class PlanView:
     reason: str
     world: World = field(default_factory=lambda: World.alone(0))
     deaths: tuple[Death, ...] = ()
+    skip: int = -1
+
+
+def met(plan: PlanView) -> PlanView:
+    """What a node begins with that finds `plan` when it comes.
+
+    A plan may have given it a lost node's place as soon as it was known to be there. That place is not one to begin
+    the training in: the node is the spare that it was then, and is to hear of the plan as such.
+    """
+    if plan.action in ("start", "restart") or plan.world.position is None:
+        return plan
+    return replace(plan, epoch=plan.epoch - 1, world=replace(plan.world, position=None))
 
 
 def code_of(policy: Policy, seats: Sequence[Seat]) -> tuple[int, int] | None:

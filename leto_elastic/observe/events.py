@@ -30,11 +30,13 @@ EVENTS: Mapping[str, frozenset[str]] = {
     "shadow_unfit": frozenset({"rank", "slot", "pid", "reason"}),
     "shadow_given_up": frozenset({"slot", "reason"}),
     "failure": frozenset({"rank", "slot", "pid", "cause", "step", "phase", "chunk"}),
+    "hang": frozenset({"rank", "pid", "step", "reason", "stacks"}),
     "recovery": frozenset(
         {"epoch", "cause", "rank", "ranks", "action", "resolution", "lost_steps", "stall_ms", "phases_ms"}
     ),
     "replaced": frozenset({"rank", "slot", "pid"}),
     "suspect": frozenset({"rank", "epoch", "reason"}),
+    "skipped": frozenset({"step", "reason", "total"}),
     "restart": frozenset({"reason"}),
     "spare": frozenset({"slots"}),
     "fenced": frozenset({"reason"}),
@@ -42,6 +44,7 @@ EVENTS: Mapping[str, frozenset[str]] = {
     "damaged": frozenset({"what", "reason"}),
     "refused": frozenset({"rank", "reason"}),
     "restored": frozenset({"ranks", "version", "seconds"}),
+    "resumed": frozenset({"step", "slots", "dir", "agent"}),
     "run_finished": frozenset({"state"}),
 }
 """Events, each with the fields it has at least."""

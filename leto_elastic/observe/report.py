@@ -40,6 +40,13 @@ def _failure(event: _Event) -> str:
     )
 
 
+def _hang(event: _Event) -> str:
+    return (
+        f"rank {event.get('rank')} (pid {event.get('pid')}) hangs at step {event.get('step')}: {event.get('reason')}; "
+        f"its stacks are in {event.get('stacks')}"
+    )
+
+
 def _unfit(event: _Event) -> str:
     return (
         f"the shadow of slot {event.get('slot')} (rank {event.get('rank')}) cannot stand in: {event.get('reason')}; "
@@ -55,8 +62,20 @@ def _replaced(event: _Event) -> str:
     return f"rank {event.get('rank')} was replaced after its last step by process {event.get('pid')}"
 
 
+def _skipped(event: _Event) -> str:
+    total = _count(event.get("total"), "step")
+    return f"step {event.get('step')} was stepped over: {event.get('reason')} ({total} so far)"
+
+
 def _restart(event: _Event) -> str:
     return f"restarting all workers: {event.get('reason')}"
+
+
+def _resumed(event: _Event) -> str:
+    return (
+        f"going on at step {event.get('step')} with {_count(event.get('slots'), 'rank')}, from the state of this run "
+        f"that agent {event.get('agent')} left in {event.get('dir')}"
+    )
 
 
 def _spare(event: _Event) -> str:
@@ -82,11 +101,14 @@ _WRITERS: Mapping[str, Callable[[_Event], str]] = {
     "damaged": _damaged,
     "failure": _failure,
     "fenced": _fenced,
+    "hang": _hang,
     "recovery": _recovery,
     "replaced": _replaced,
     "restart": _restart,
     "restored": _restored,
+    "resumed": _resumed,
     "shadow_given_up": _given_up,
+    "skipped": _skipped,
     "shadow_unfit": _unfit,
     "spare": _spare,
 }

@@ -23,7 +23,6 @@ import msgspec
 from leto_elastic.protect.frames import ADMITTED, CHALLENGE, GREETING, HANDSHAKE, PROOF, Connection, ProtocolError
 from leto_elastic.protect.messages import NONCE_BYTES, Admitted, Challenge, Greeting, Proof
 
-DEADLINE = 5.0  # seconds for all of it
 KEY_BYTES = 32
 
 
@@ -32,11 +31,15 @@ class WrongNode(ProtocolError):
 
 
 class Identity(NamedTuple):
-    """Who this keeper is, and the key that it shares with the others of the job."""
+    """Who this keeper is, the key that it shares with the others of the job, and its patience.
+
+    `deadline`: seconds for a connection to be made, and for all that is exchanged here.
+    """
 
     run_id: str
     node: str
     key: bytes
+    deadline: float = 5.0
 
 
 def introduce(connection: Connection, me: Identity, node: str) -> None:
@@ -44,7 +47,7 @@ def introduce(connection: Connection, me: Identity, node: str) -> None:
 
     Raises ProtocolError (a wrong key, something else than a keeper), WrongNode, Closed or OSError.
     """
-    connection.within(DEADLINE)
+    connection.within(me.deadline)
     nonce = secrets.token_bytes(NONCE_BYTES)
     connection.send(HANDSHAKE, Greeting(me.run_id, me.node, nonce))
     challenge, _ = connection.receive(CHALLENGE)
@@ -63,7 +66,7 @@ def admit(connection: Connection, me: Identity) -> str:
 
     Raises ProtocolError (a wrong key or run, something else than a keeper), Closed or OSError.
     """
-    connection.within(DEADLINE)
+    connection.within(me.deadline)
     greeting, _ = connection.receive(GREETING)
     if greeting.run_id != me.run_id:
         raise ProtocolError(f"it belongs to the run {greeting.run_id!r}")

@@ -37,7 +37,7 @@ from leto_elastic.state.layout import Manifest
 
 _WAY = 5.0  # seconds that an answer gets on top of what the other side may wait
 _GOODBYE = 0.5  # seconds that all peers together get to hear it
-_JOIN = 6.0  # seconds for a thread to end; a handshake may take five
+_JOIN = 1.0  # seconds for a thread to end on top of what a handshake may take
 
 
 class Keeper:
@@ -53,6 +53,7 @@ class Keeper:
         on_lost: called with position and reason when the process of a peer is dead for certain.
         on_event: called with "protected", "given_up", "damaged" or "refused", and fields.
         deadline: seconds that a request waits here for a plan or a version; a source may be silent a little longer.
+        connect: seconds for a connection to another keeper to be made, and for its handshake.
     """
 
     def __init__(
@@ -67,8 +68,9 @@ class Keeper:
         on_lost: Callable[[int, str], None],
         on_event: Callable[[str, dict[str, object]], None],
         deadline: float = 30.0,
+        connect: float = 5.0,
     ) -> None:
-        self._me = Identity(run_id, node, key)
+        self._me = Identity(run_id, node, key, connect)
         self._address = address
         self._silence = deadline + _WAY
         self._on_lost = on_lost
@@ -115,12 +117,13 @@ class Keeper:
         for peer in peers:
             peer.hang_up()
         server, self._server = self._server, None
+        patience = self._me.deadline + _JOIN
         if server is not None:
-            server.close(_JOIN)
+            server.close(patience)
         for peer in peers:
-            peer.join(_JOIN)
+            peer.join(patience)
         for protector in protectors:
-            protector.join(_JOIN)
+            protector.join(patience)
         with self._local.changed:
             self._local.slots.clear()
 

@@ -23,7 +23,6 @@ from leto_elastic.protect.handshake import Identity, WrongNode, introduce
 from leto_elastic.protect.messages import Answer, Message
 from leto_elastic.protect.world import Disconnected, PeerAddress
 
-CONNECT = 5.0  # seconds for a connection to be made
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.05, 1.0  # seconds between attempts, doubling
 _FIRST, _DYING, _DYING_PAUSE = (
     1,
@@ -64,7 +63,7 @@ def dial(address: PeerAddress, me: Identity, on_socket: Callable[[Connection], N
     connection = Connection(socket.socket(family, kind, protocol))
     try:
         on_socket(connection)
-        connection.connect(name, CONNECT)
+        connection.connect(name, me.deadline)
         introduce(connection, me, address.node)
     except BaseException:  # boundary: closed, then raised
         connection.close()

@@ -20,6 +20,8 @@ class FailureClass(enum.StrEnum):
     EXIT = "exit"
     SIGNAL = "signal"
     EXCEPTION = "exception"
+    OOM = "oom"
+    HANG = "hang"
     NODE = "node"
     STATE = "state"
 
@@ -27,6 +29,7 @@ class FailureClass(enum.StrEnum):
 class Action(enum.StrEnum):
     """A rung of a ladder."""
 
+    RETRY = "retry"
     PROMOTE = "promote"
     RESPAWN = "respawn"
     REPLACE = "replace"
@@ -46,7 +49,7 @@ Ladder = Annotated[
     tuple[Action, ...],
     Meta(
         min_length=1,
-        description="a list of different actions out of promote, respawn, replace and fail, that ends with fail",
+        description="a list of different actions out of retry, promote, respawn, replace and fail, that ends with fail",
     ),
 ]
 
@@ -65,6 +68,7 @@ class Deadlines(Section, frozen=True):
     plan: Seconds = 30.0
     rebuild: Seconds = 30.0
     attach: Seconds = 30.0
+    connect: Seconds = 5.0
     respawn: Seconds = 120.0
     meet: Seconds = 600.0
     replace: Seconds = 600.0
@@ -96,6 +100,7 @@ _ORDER = (
     ("respawn", "collective", "a collective must outlast a recovery elsewhere"),
     ("replace", "collective", "a collective must outlast a recovery elsewhere"),
     ("restore", "collective", "a collective must outlast a recovery elsewhere"),
+    ("connect", "restore", "keepers connect to each other while state is restored"),
 )
 
 
@@ -131,6 +136,35 @@ class StatePolicy(Section, frozen=True):
     chunk_bytes: Annotated[
         int, Meta(ge=65536, le=1 << 40, description="a whole number of bytes from 65536 to 1099511627776")
     ] = 1048576
+    retain: Annotated[Literal["memory", "file"], Meta(description="memory or file")] = "memory"
+    dir: Annotated[str, Meta(min_length=1, pattern="^/", description="an absolute path")] = "/dev/shm"  # noqa: S108
+
+
+class HangPolicy(Section, frozen=True):
+    """When a worker that is still there counts as hung."""
+
+    factor: Annotated[float, Meta(ge=2, le=10000, description="a number from 2 to 10000")] = 10.0
+    min: Seconds = 60.0
+    first: Seconds = 1800.0
+    pause: Seconds = 3600.0
+    heartbeat: Seconds = 30.0
+
+    def __post_init__(self) -> None:
+        for longer in ("first", "pause"):
+            if getattr(self, longer) < self.min:
+                raise PolicyError(
+                    f"hang.{longer} ({getattr(self, longer):g} s) is below hang.min ({self.min:g} s), the limit of any "
+                    "other step",
+                    longer,
+                    "min",
+                )
+
+
+class StepPolicy(Section, frozen=True):
+    """What becomes of a step that fails by itself."""
+
+    skip: Annotated[bool, Meta(description="true or false")] = False
+    nonfinite: Annotated[Literal["allow", "skip", "fail"], Meta(description="allow, skip or fail")] = "allow"
 
 
 class LocalProtection(Section, frozen=True):
@@ -185,6 +219,8 @@ class Policy(Section, frozen=True):
     classes: dict[FailureClass, Ladder] = msgspec.field(default_factory=_default_classes)
     shadow: ShadowPolicy = ShadowPolicy()
     state: StatePolicy = StatePolicy()
+    step: StepPolicy = StepPolicy()
+    hang: HangPolicy = HangPolicy()
     protect: Protection = Protection()
     coordinator: CoordinatorPolicy = CoordinatorPolicy()
 
@@ -205,6 +241,31 @@ class Policy(Section, frozen=True):
                 "coordinator.collect_ms",
                 "deadlines.plan",
             )
+        if self.coordinator.lease >= self.deadlines.plan:
+            raise PolicyError(
+                f"coordinator.lease ({self.coordinator.lease} s) must be below deadlines.plan "
+                f"({self.deadlines.plan:g} s): survivors wait for the plan while a silent node is missed by its lease",
+                "coordinator.lease",
+                "deadlines.plan",
+            )
+        self._check_hangs()
+
+    def _check_hangs(self) -> None:
+        """Who waits in a collective for a rank that hangs must not be the one that fails."""
+        collective, hang = self.deadlines.collective, self.hang
+        for key, seconds, within, how in (
+            ("min", hang.min, hang.min < collective, "be below"),
+            ("first", hang.first, hang.first <= collective, "not be above"),
+            ("heartbeat", hang.heartbeat, hang.heartbeat < collective, "be below"),
+        ):
+            if not within:
+                raise PolicyError(
+                    f"deadlines out of order: hang.{key} ({seconds:g} s) must {how} deadlines.collective "
+                    f"({collective:g} s): a collective must outlast the detection of a hang, or those that wait for "
+                    "the hung rank are what fails",
+                    f"hang.{key}",
+                    "deadlines.collective",
+                )
 
     def encode(self) -> bytes:
         """As msgpack, for another process."""

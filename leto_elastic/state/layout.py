@@ -75,6 +75,7 @@ class Manifest(msgspec.Struct, frozen=True):
     stream: list[Place] = []  # what is protected against lost memory: these ranges, one after the other
     snapshots: list[str] = []  # segments of the snapshot buffers: the stream, then the extras
     replicas: list[int] = []  # ranks whose stream is equal to this one's on purpose, itself included
+    sums: str = ""  # segment of the checksums, see `sums`; "": none are kept
     previous: Manifest | None = None
 
     def at(self, step: int) -> Manifest | None:

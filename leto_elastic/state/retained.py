@@ -25,6 +25,7 @@ from leto_elastic.state.header import HEADER_BYTES, Header
 from leto_elastic.state.layout import Manifest, Place, TensorSpec
 from leto_elastic.state.model import Site, bucket_layout, like, local, sites
 from leto_elastic.state.pack import dtype_of
+from leto_elastic.state.sums import Checksum, Sums, bytes_needed
 
 Alloc = Callable[[str, int], int]
 """(name, bytes) -> file descriptor of a zeroed segment; raises NotEnoughMemory."""
@@ -52,6 +53,8 @@ class Retained:
         self.manifest: Manifest
         self.gradients: list[torch.Tensor] = []
         self.gradient_mask: memoryview
+        self.checksum: Checksum | None = None
+        self.sums: Sums | None = None
         known = type(optimizer).__module__.startswith("torch.optim") and type(optimizer).__name__ in ELEMENTWISE
         self.elementwise = known if elementwise is None else elementwise
 
@@ -74,6 +77,7 @@ class Retained:
         chunk_bytes: int,
         snapshots: int = 0,
         replicas: Sequence[int] = (),
+        checksum: Checksum | None = None,
     ) -> Retained:
         """Allocate the segments and move parameters onto them, and what the optimizer has already.
 
@@ -82,10 +86,12 @@ class Retained:
             chunk_bytes: of parameters and optimizer tensors that are updated and undone together.
             snapshots: how many snapshot buffers to keep, 0 to 2; 0: no protection against lost memory.
             replicas: see `Manifest.replicas`.
+            checksum: to keep checksums by, see `sums`.
 
         Raises NotEnoughMemory or StateError, nothing moved.
         """
         self = cls(module, optimizer, elementwise)
+        self.checksum = checksum
         weights, weight_bytes = _place(
             "weights",
             [(i, "", s.shape, s.stride, s.dtype, s.reserve * s.dtype.itemsize) for i, s in enumerate(self.sites)],
@@ -215,6 +221,10 @@ class Retained:
         if undo_bytes and (not undo or self.arenas[undo].size < undo_bytes):
             undo = f"undo.{old.version}" if undo else "undo"
             self.arenas[undo] = Arena(undo, alloc(undo, undo_bytes), undo_bytes)
+        sums = ""
+        if self.checksum is not None:
+            sums, size = f"sums.{old.version}", bytes_needed(len(chunks))
+            self.arenas[sums] = Arena(sums, alloc(sums, size), size)
         stream = snapshot.stream_of([*old.weights, *optim]) if old.snapshots else []
         snapshots = self._fit_snapshots(stream, old.extras_capacity, alloc)
         self.manifest = msgspec.structs.replace(
@@ -228,9 +238,13 @@ class Retained:
             buckets=bucket_layout(self.module) if buckets else "",
             stream=stream,
             snapshots=snapshots,
+            sums=sums,
             previous=msgspec.structs.replace(old, previous=None) if old.version else None,
             **self._segments(),
         )
+        self._map_sums()
+        if self.sums is not None:
+            self.sums.settle(since)
 
     def _segments(self) -> dict[str, Any]:
         sizes = {"header": HEADER_BYTES, **{name: arena.size for name, arena in self.arenas.items()}}
@@ -282,6 +296,7 @@ class Retained:
     def _revise(self, **changes: Any) -> None:
         version = self.manifest.version + 1
         self.manifest = msgspec.structs.replace(self.manifest, version=version, **changes, **self._segments())
+        self._map_sums()
 
     # ---- a shadow's side
 
@@ -294,11 +309,13 @@ class Retained:
         segments: dict[str, tuple[int, int]],
         *,
         elementwise: bool | None,
+        checksum: Checksum | None = None,
     ) -> Retained:
         """Let the model and the optimizer of this process live on segments that another process made.
 
         Args:
             segments: name -> (file descriptor, bytes). The descriptors are not closed.
+            checksum: as for `create`.
 
         Raises:
             ShadowUnfit: this process built something else than the manifest describes.
@@ -323,6 +340,8 @@ class Retained:
         give_back_freed()
         self.extras = Extras(self.arenas[current.extras], current.extras_capacity)
         self._map_gradients()
+        self.checksum = checksum
+        self._map_sums()
         return self
 
     def _attach_optimizer(self, manifest: Manifest) -> None:
@@ -372,6 +391,10 @@ class Retained:
     def _map_gradients(self) -> None:
         self.gradients = [self._view(spec) for spec in self.manifest.grads]
         self.gradient_mask = self.arenas["grads"].bytes(0, max(len(self.gradients), 1))
+
+    def _map_sums(self) -> None:
+        if self.checksum is not None and self.manifest.sums:
+            self.sums = Sums(self.manifest, self.arenas, self.checksum)
 
     def tail_ranges(self, fresh: Sequence[int]) -> list[Place]:
         """What must be kept before parameters outside the chunks are updated (all of it for a coupled optimizer)."""

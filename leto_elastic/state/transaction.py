@@ -98,6 +98,8 @@ class Transaction:
         if targets:
             with torch.no_grad():
                 torch._foreach_copy_(targets, sources)
+        if r.sums is not None:
+            r.sums.saved(r.header.position.step)
 
     def load_gradients(self) -> None:
         """Give every parameter the gradient that is in the segment."""
@@ -159,6 +161,8 @@ class Transaction:
                 params = params[half:]
             if params:
                 step_slice(r.optimizer, chunk.group, params)
+            if r.sums is not None:
+                r.sums.updated(index, position.step + 1)
             r.header.position = position = position._replace(chunk=index + 1, torn=False)
         if tail and self._tail_done != position.step:
             self._run_tail(fresh, total, buffer)
@@ -185,6 +189,8 @@ class Transaction:
         buffer = self._begin()
         if buffer is not None:  # until the next store nothing of it is needed to undo this update
             r.keep(r.manifest.stream, buffer)
+        if r.sums is not None:
+            r.sums.skipped(r.header.position.step + 1)
         r.header.position = r.header.position._replace(chunk=len(r.manifest.chunks))
         return []
 
@@ -213,4 +219,6 @@ class Transaction:
                 if params:
                     step_slice(r.optimizer, group, params)
                 start += size
+        if r.sums is not None and not fresh:
+            r.sums.updated(len(r.manifest.chunks), position.step + 1)
         self._tail_done = position.step

@@ -6,7 +6,10 @@ anything starts, empties that directory and refuses a plan that cannot be read.
 
 Grammar: faults separated by `;`, each `KIND key=value ...`:
 
-    kind    kill (SIGKILL), exit (os._exit(17)), raise (RuntimeError), segv (a real SIGSEGV), stop (SIGSTOP)
+    kind    kill (SIGKILL), exit (os._exit(17)), raise (RuntimeError), segv (a real SIGSEGV), stop (SIGSTOP),
+            sleep (for ever, in Python), hold (for ever, in C, with the interpreter's lock),
+            alloc (asks torch for more memory than there can be), eat (takes memory until the kernel kills it: only in
+            a control group with a limit)
     rank=   the rank that does it
     phase=  compute, backward, vote, update, commit: needs step=
             rebuild, attach: while joining an epoch after a failure; step= is optional
@@ -25,6 +28,7 @@ import re
 import resource
 import shutil
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, NoReturn, get_args
@@ -36,7 +40,7 @@ from leto_elastic.errors import ConfigError
 ENV = "LETO_FAULTS"
 EXIT_CODE = 17
 
-Kind = Literal["kill", "exit", "raise", "segv", "stop"]
+Kind = Literal["kill", "exit", "raise", "segv", "stop", "sleep", "hold", "alloc", "eat"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 STEP_PHASES = ("compute", "backward", "vote", "update", "commit")
 RECOVERY_PHASES = ("rebuild", "attach")
@@ -44,6 +48,7 @@ RECOVERY_PHASES = ("rebuild", "attach")
 _KEYS = ("rank", "step", "phase", "chunk")
 _NAME = re.compile(r"[A-Za-z][A-Za-z0-9_.-]*")
 _PR_SET_DUMPABLE = 4
+_EVER = 1_000_000  # seconds
 
 
 class InjectedFault(RuntimeError):
@@ -196,9 +201,18 @@ class Faults:
         return True
 
     def _fire(self, fault: Fault) -> None:
-        if fault.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
-            return
+        match fault.kind:
+            case "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+                return
+            case "sleep":
+                time.sleep(_EVER)
+                return
+            case "hold":
+                ctypes.PyDLL(None).sleep(_EVER)  # keeps the interpreter's lock
+                return
+            case "eat":  # its last words would be too early
+                _eat()
         if self.on_fire is not None:
             self.on_fire()
         match fault.kind:
@@ -210,6 +224,17 @@ class Faults:
                 raise InjectedFault(f"fault {fault.number + 1} of {ENV}: rank {fault.rank}, phase {fault.phase}")
             case "segv":
                 _segfault()
+            case "alloc":
+                import torch  # not at the top: the agent has no need for it here
+
+                torch.empty(1 << 60)
+
+
+def _eat() -> NoReturn:
+    """Take memory until the kernel ends this process."""
+    eaten = []
+    while True:
+        eaten.append(b"x" * (32 << 20))
 
 
 def _segfault() -> NoReturn:

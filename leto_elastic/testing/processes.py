@@ -147,6 +147,25 @@ class Launched:
             raise self.error(f"process {pid} is not part of the job, {number.name} was not sent")
         _signal(pid, number)
 
+    def signal_all(self, pids: Sequence[int], number: signal.Signals) -> list[int]:
+        """Send a signal to those of the processes that are live ones of this job, within microseconds; which they were.
+
+        Each is held by a descriptor before it is looked whose it is, so the signal cannot reach another process.
+        """
+        with contextlib.ExitStack() as stack:
+            held = {}
+            for pid in pids:
+                with contextlib.suppress(ProcessLookupError):
+                    held[pid] = os.pidfd_open(pid)
+                    stack.callback(os.close, held[pid])
+            mine = [pid for pid in held if self._is_mine(pid)]
+            hit = []
+            for pid in mine:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(held[pid], number)
+                    hit.append(pid)
+        return hit
+
     def kill_agent(self) -> None:
         """SIGKILL torchrun alone, unless it has ended; what it started should end by itself."""
         process = self._running()
@@ -160,16 +179,8 @@ class Launched:
         All processes are held by descriptors before the first signal, so the signals follow each other within
         microseconds and none can reach another process that was given the pid. Raises JobError when some outlive it.
         """
-        with contextlib.ExitStack() as stack:
-            held = {}
-            for pid, _ in self.processes():
-                with contextlib.suppress(ProcessLookupError):
-                    held[pid] = os.pidfd_open(pid)
-                    stack.callback(os.close, held[pid])
-            mine = [pid for pid in held if self._is_mine(pid)]
-            for pid in sorted(mine, key=lambda pid: pid != self.pid):
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(held[pid], signal.SIGKILL)
+        pids = [pid for pid, _ in self.processes()]
+        self.signal_all(sorted(pids, key=lambda pid: pid != self.pid), signal.SIGKILL)
         self.wait()
         self._kill_leftovers()
         if left := self.processes():

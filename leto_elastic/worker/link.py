@@ -62,6 +62,7 @@ class Link:
         self._kept: list[Delivery] = []
         self._send_lock = threading.Lock()
         self.on_abort: Callable[[int], None] = lambda _epoch: None
+        self.holding = False  # the main thread waits with an exception of its own, by which to end if the agent is gone
         self._closing = False
         self._thread = threading.Thread(target=self._listen, name="leto-link", daemon=True)
 
@@ -70,12 +71,13 @@ class Link:
         self._thread.start()
 
     def send(self, message: wire.Message, fds: list[int] | None = None) -> None:
-        """Send one message. A process whose agent is gone ends here."""
+        """Send one message. A process whose agent is gone ends here, unless it is `holding`."""
         try:
             with self._send_lock:
                 wire.send(self._sock, message, fds)
         except OSError:
-            self._orphaned()
+            if not self.holding:
+                self._orphaned()
 
     def send_blob(self, make: Callable[[int], wire.Message], data: bytes, name: str) -> None:
         """Send bytes of any size: a memfd holding them, and the message that `make` returns for their size."""
@@ -127,7 +129,9 @@ class Link:
             try:
                 message, fds = wire.receive_from_agent(self._sock)
             except (OSError, EOFError):
-                if not self._closing:
+                if self.holding:
+                    self._inbox.put(Delivery(wire.Surrender(), []))
+                elif not self._closing:
                     self._orphaned()
                 return
             if isinstance(message, wire.Abort):

@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from leto_elastic import wire
-from leto_elastic.errors import StateError
+from leto_elastic.errors import NotFinite, StateError
 from leto_elastic.state import layout, pack
 from leto_elastic.state.layout import Manifest
+from leto_elastic.worker.memory import is_out_of_memory
 from leto_elastic.worker.session import Session
+from leto_elastic.worker.step import StepLost
 
 log = logging.getLogger(__name__)
+
+_FINAL = (KeyboardInterrupt, SystemExit, NotFinite)
+"""Nobody is to take over from a process that ends by one of these."""
 
 
 class Reports:
@@ -60,5 +67,30 @@ class Reports:
         session.marks.clear()
 
     def failing(self, step: int, error: BaseException) -> None:
-        """This process is about to end by an exception."""
-        self._session.link.send(wire.Failing(step=step, reason=f"{type(error).__name__}: {error}"[:2000]))
+        """This process is about to end by an exception; some of them end the job."""
+        if isinstance(error, _FINAL):
+            told = f"rank {self._session.rank} left the training in step {step} by {reason_of(error)}"
+            self._session.link.send(wire.Quitting(step=step, reason=told))
+        elif isinstance(error, Exception):
+            oom = is_out_of_memory(error)
+            self._session.link.send(wire.Failing(step=step, reason=reason_of(error), oom=oom))
+
+    @contextmanager
+    def telling(self, step: int) -> Iterator[None]:
+        """What is raised inside, unless it is a lost step, ends this process."""
+        try:
+            yield
+        except StepLost:
+            raise
+        except BaseException as error:  # boundary: told to the agent, then raised
+            self.failing(step, error)
+            raise
+
+    def skipped(self, step: int, reason: str) -> None:
+        """A step is committed without an update."""
+        self._session.link.send(wire.Skipped(step=step, reason=reason))
+
+
+def reason_of(error: BaseException) -> str:
+    """Type and message."""
+    return f"{type(error).__name__}: {error}"[:2000]

@@ -24,37 +24,34 @@ which a promoted shadow, having no body to return to, would not enter.
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from leto_elastic import wire
-from leto_elastic.errors import CommunicatorLost, LetoError, StateError
+from leto_elastic.errors import LetoError, StateError
 from leto_elastic.recovery.resolution import resolve
 from leto_elastic.state import rng
 from leto_elastic.state.header import Phase, Position
 from leto_elastic.state.model import reset
+from leto_elastic.state.reducer import forget_backward
 from leto_elastic.state.replicas import replicas
 from leto_elastic.state.retained import Retained
 from leto_elastic.state.train_state import TrainState
 from leto_elastic.state.transaction import Transaction
-from leto_elastic.worker import fault_hooks
+from leto_elastic.worker import fault_hooks, numbers
+from leto_elastic.worker.holding import hold, is_consequence, may_hold
 from leto_elastic.worker.protection import Protection, Words, words_of
 from leto_elastic.worker.reports import Reports
-from leto_elastic.worker.sections import no_trace, start_of
-from leto_elastic.worker.session import Session
-from leto_elastic.worker.step import Step
+from leto_elastic.worker.sections import run_section, start_of
+from leto_elastic.worker.session import Session, checksum_by
+from leto_elastic.worker.step import Step, StepLost, refuse_misuse, refuse_scaled
 
 log = logging.getLogger(__name__)
 
 FINAL_BUCKETS = 3
 """Steps after which DDP's logging data tells the bucket layout that it has used since the second."""
-
-
-class StepLost(CommunicatorLost):
-    """Ends the body of a step that cannot be committed in this epoch. Not to be caught."""
 
 
 class Runner:
@@ -79,6 +76,9 @@ class Runner:
         self._adopted: tuple[str, Position] | None = None
         self._released = False  # every rank has committed the last step
         self._stepped = False
+        self._voted = False  # what came before in this step has changed nothing, on any rank
+        self._unapplied = ""  # why this step has no update
+        self._plan: tuple[wire.Plan, Position] | None = None  # to go on with after an exception, and where it was
         self._reports = Reports(session, "start")
         self._commits = 0
         self._user_step: Callable[..., Any] | None = None
@@ -101,6 +101,7 @@ class Runner:
             chunk_bytes=self.session.policy.state.chunk_bytes,
             snapshots=protect,
             replicas=replicas(model, model.parameters(), self.session.rank) if protect else (),
+            checksum=checksum_by(self.session.policy),
         )
         self.retained.extras.write(0, data)
         self.retained.header.epoch = self.session.fabric.epoch
@@ -155,7 +156,7 @@ class Runner:
         welcome = session.welcome
         self.protection = Protection(self.retained.header, session.link, welcome.protect, welcome.every, self.until)
         self.protection.generation = session.generation
-        session.faults.on_fire = self._last_words
+        session.watched(self.retained.header)
         self._user_step = self.state.optimizer.step
 
         def step(closure: Callable[[], Any] | None = None) -> Any:
@@ -163,9 +164,6 @@ class Runner:
 
         step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]  # else schedulers warn about a replaced step()
         self.state.optimizer.step = step  # type: ignore[method-assign]
-
-    def _last_words(self) -> None:
-        self.retained.header.last_words = time.monotonic()
 
     def loop(self) -> Iterator[Step]:
         """The steps from here to the last one."""
@@ -177,6 +175,9 @@ class Runner:
                         self._barrier()
                     self._finish()
                     return
+                if self.session.skip == self.step:
+                    self._step_over()
+                    continue
             except StepLost:
                 self._recover()
                 continue
@@ -199,8 +200,22 @@ class Runner:
                 self._first_batch = self._batch
         else:
             rng.restore(self._rng_after)
-        self._stepped = False
+        self._stepped = self._voted = False
+        self._unapplied = ""
         return Step(self, self.step, self._batch, rehearsal=False)
+
+    def _step_over(self) -> None:
+        """Take the batch of a step that is not to be run again, and commit. Raises StepLost."""
+        with self._reports.telling(self.step):
+            self._open()
+            self._unapplied = "it raised again after a recovery"
+            self._leave_as_it_is()
+            self._commit(in_body=True)
+
+    def _leave_as_it_is(self) -> None:
+        """A step of its own all the same, without an update."""
+        self._vote(apply=False)
+        self._fresh = self.transaction.skip()
 
     # ---- one step, called by it
 
@@ -218,60 +233,62 @@ class Runner:
     def leave(self, step: Step, error: BaseException | None) -> bool:
         """The body ended. True: what it raised was a consequence of a failure elsewhere, and is dealt with."""
         fabric = self.session.fabric
-        fabric.tolerant = False
+        fabric.tolerant = error is not None  # what it has left under way is still to be ended
         self._release()
-        if error is not None and not isinstance(error, Exception):
-            return False
-        if fabric.poisoned or isinstance(error, StepLost):
+        if fabric.poisoned if error is None else is_consequence(self.session, error):
             if error is not None and not isinstance(error, StepLost):
                 log.info("step %d: %s: %s, after a failure elsewhere", step.number, type(error).__name__, error)
             step.outcome = "lost"
             return True
         if error is not None:
-            self._reports.failing(self.step, error)
-            return False
+            return self._raised(step, error)
         try:
-            if not self._stepped:  # nothing to apply: a step of its own all the same
-                self._vote(apply=False)
-                self._fresh = self.transaction.skip()
-            self._commit(in_body=True)
+            with self._reports.telling(self.step):
+                if not self._stepped:
+                    self._leave_as_it_is()
+                self._commit(in_body=True)
         except StepLost:
             step.outcome = "lost"
             return True
-        except Exception as failure:  # boundary: told to the agent, then raised
-            self._reports.failing(self.step, failure)
-            raise
         step.outcome = "committed"
         return False
 
+    def _raised(self, step: Step, error: BaseException) -> bool:
+        """The body raised by itself. True: the step is to be run again by this process."""
+        fabric = self.session.fabric
+        if self._voted or not may_hold(self.session, error):
+            self._reports.failing(self.step, error)
+        else:
+            left = self.retained.header.position  # which may be put back meanwhile
+            plan = hold(self.session, self.step, error)
+            self._plan = None if plan is None else (plan, left)
+        if self._plan is not None:
+            reset(self.state.model)
+            forget_backward(self.state.model, fabric)
+            step.outcome = "lost"
+        fabric.tolerant = False
+        return self._plan is not None
+
     def _optimizer_step(self, closure: Callable[[], Any] | None = None) -> Any:
         optimizer = self.state.optimizer
-        if not self.session.fabric.tolerant:
-            raise LetoError("optimizer.step() outside of `with step:`; the training state may only change in a step")
-        if self._stepped:
-            raise StateError(
-                f"optimizer.step() was called twice in step {self.step}; accumulate gradients and call it once"
-            )
+        refuse_misuse(self.step, inside=self.session.fabric.tolerant, again=self._stepped)
         result = None
         if closure is not None:
             with torch.enable_grad():
                 result = closure()
-        if getattr(optimizer, "grad_scale", None) is not None:
-            raise StateError(
-                "call scaler.unscale_(optimizer) before scaler.step(optimizer): gradients are kept unscaled"
-            )
+        refuse_scaled(optimizer)
         for hook in list(optimizer._optimizer_step_pre_hooks.values()):
             hook(optimizer, (), {})
-        self._vote()
+        applied = self._vote()
         self._stepped = True
-        self._fresh = self.transaction.run()
+        self._fresh = self.transaction.run() if applied else self.transaction.skip()
         optimizer._opt_called = True  # type: ignore[attr-defined]
         for hook in list(optimizer._optimizer_step_post_hooks.values()):
             hook(optimizer, (), {})
         return result
 
-    def _vote(self, *, apply: bool = True) -> None:
-        """Save what the update needs, then learn that every rank has. Raises StepLost."""
+    def _vote(self, *, apply: bool = True) -> bool:
+        """Save what the update needs, then learn that every rank has; whether to apply it. Raises StepLost."""
         session = self.session
         if session.fabric.poisoned:
             raise StepLost(session.fabric.reason)
@@ -280,10 +297,13 @@ class Runner:
         self._write_extras(header.position.slot + 1, self._after)
         header.position = header.position._replace(step=self.step, phase=Phase.VOTE, torn=False, chunk=0)
         session.faults.at("vote", self.step)
-        lowest = session.fabric.vote(self.protection.ballot(self.transaction.fresh))
+        self._voted = True
+        lowest, refused = numbers.vote(session, self.retained, self.transaction, self.protection, guarded=apply)
         if lowest is None:
             raise StepLost(session.fabric.reason)
+        self._unapplied = refused or self._unapplied
         self.protection.decide(self.step, lowest)
+        return apply and not refused
 
     def _commit(self, *, in_body: bool) -> None:
         state, retained = self.state, self.retained
@@ -291,6 +311,8 @@ class Runner:
             function()
         if state.scheduler is not None:
             state.scheduler.step()
+        if state.once and retained.sums is not None:
+            retained.sums.retouched(self.step + 1)
         self.transaction.drop_gradients(check=in_body and self._commits < 2)
         following = self.step + 1
         first = self._commits == 0
@@ -322,6 +344,8 @@ class Runner:
         if in_body:
             self.protection.ask()
             self._reports.committed(self.step)
+        if in_body and self._unapplied:
+            self._reports.skipped(self.step - 1, self._unapplied)
 
     def _write_extras(self, slot: int, position: dict[str, Any]) -> None:
         data = self.state.capture(position)
@@ -333,6 +357,7 @@ class Runner:
 
     def _publish(self) -> None:
         self._reports.manifest(self.retained.manifest)
+        self.retained.header.layout = self.retained.manifest.version
 
     # ---- between steps
 
@@ -340,21 +365,8 @@ class Runner:
         header = self.retained.header
         while header.position.phase is Phase.SECTION:
             index = header.position.chunk
-            self._run_section(index)
+            run_section(self.state, index, self.session.fabric, self._reports, self.step)
             header.position = start_of(self.state, self.step, index + 1, header.position.slot)
-
-    def _run_section(self, index: int) -> None:
-        """Run one. A lost collective raises out of it here, unlike in a step: what it reports is never garbage."""
-        fabric = self.session.fabric
-        try:
-            with no_trace(self.state.model):
-                self.state.sections[index].run()
-        except Exception as error:  # boundary: told to the agent and raised, unless a lost communicator explains it
-            if not fabric.poisoned:
-                self._reports.failing(self.step, error)
-                raise
-        if fabric.poisoned:
-            raise StepLost(fabric.reason)
 
     def _barrier(self) -> None:
         """Wait until every rank has committed the last step. Raises StepLost."""
@@ -376,8 +388,9 @@ class Runner:
         session, header = self.session, self.retained.header
         session.fabric.tolerant = False
         session.mark("abort")
-        left = header.position
-        rows = session.rejoin(promotion, lambda: words_of(header), self.step)
+        plan, left = (promotion, header.position) if self._plan is None else self._plan
+        self._plan = None
+        rows = session.rejoin(plan, lambda: words_of(header), self.step)
         if rows is None:
             self._released = True
             rows = [list(words_of(header))] * session.welcome.world_size
@@ -430,20 +443,3 @@ class Runner:
             data = self.retained.extras.read(self.retained.header.position.slot)
             self._before = self.state.restore(data, cursor=False)
         self.transaction.drop_gradients(check=False)
-
-
-def run(session: Session, state: TrainState, until: int) -> Iterator[Step]:
-    """The generator behind `leto.steps`."""
-    if session.running:
-        raise LetoError("leto.steps() is already running; one loop at a time, and one a job")
-    if until < 1:
-        raise LetoError(f"leto.steps(until={until}): the number of steps must be at least 1")
-    session.running = True
-    runner = Runner(session, state, until)
-    if session.shadow:
-        from leto_elastic.worker.shadow import ShadowLife
-
-        yield from ShadowLife(session, state, runner).live()
-    else:
-        runner.start()
-    yield from runner.loop()

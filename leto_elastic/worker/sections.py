@@ -7,10 +7,13 @@ from contextlib import contextmanager
 
 from torch import nn
 
+from leto_elastic.comm.fabric import Fabric
 from leto_elastic.state import rng
 from leto_elastic.state.header import Phase, Position
 from leto_elastic.state.model import flags, set_flags
 from leto_elastic.state.train_state import TrainState
+from leto_elastic.worker.reports import Reports
+from leto_elastic.worker.step import StepLost
 
 
 def start_of(state: TrainState, step: int, section: int | None, slot: int) -> Position:
@@ -33,3 +36,20 @@ def no_trace(model: nn.Module) -> Iterator[None]:
         set_flags(model, sync)
         for module, training in modes:
             module.training = training
+
+
+def run_section(state: TrainState, index: int, fabric: Fabric, reports: Reports, step: int) -> None:
+    """Run one. A lost collective raises out of it here, unlike in a step: what it reports is never garbage.
+
+    Raises StepLost when a lost communicator explains what it raised, or it ended in a lost epoch.
+    """
+    with reports.telling(step):
+        try:
+            with no_trace(state.model):
+                state.sections[index].run()
+        except Exception as error:  # boundary: raised, unless a lost communicator explains it
+            if not fabric.poisoned:
+                raise
+            raise StepLost(fabric.reason) from error
+        if fabric.poisoned:
+            raise StepLost(fabric.reason)

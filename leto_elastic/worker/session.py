@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import sys
 import time
-from collections.abc import Callable, MutableMapping, Sequence
+from collections.abc import Callable, Iterator, MutableMapping, Sequence
 from types import TracebackType
 
 import torch.distributed as dist
@@ -15,9 +16,14 @@ import torch.distributed as dist
 from leto_elastic import wire
 from leto_elastic.comm.fabric import Fabric
 from leto_elastic.errors import EpochAborted, LetoError
+from leto_elastic.observe import stacks
+from leto_elastic.protect.checksum import checksum_at
 from leto_elastic.recovery.policy import Policy
 from leto_elastic.state import pack
+from leto_elastic.state.header import Header
+from leto_elastic.state.sums import Checksum
 from leto_elastic.testing import faults as fault_plans
+from leto_elastic.worker.heartbeat import Heartbeat
 from leto_elastic.worker.link import Link
 from leto_elastic.worker.replay import receive_own_broadcasts
 
@@ -33,6 +39,7 @@ class Session:
         self.welcome = self.link.welcome
         complete_environment(os.environ, self.welcome)
         self.generation = self.welcome.generation
+        self.skip = -1  # the step to step over, by the plan of this epoch
         self.rank = self.welcome.rank
         self.policy = Policy.decode(self.welcome.policy)
         self.shadow = self.welcome.role == "shadow"
@@ -40,6 +47,7 @@ class Session:
         self.marks: dict[str, float] = {}
         self.record: dict[str, object] = {}
         self.running = False
+        self.heartbeat: Heartbeat | None = None
         self._end_replay: Callable[[], None] = lambda: None
         self._on_active: list[Callable[[], object]] = []
         if self.shadow:
@@ -98,6 +106,16 @@ class Session:
         self._end_replay()
         self.fabric.finish_replay()
 
+    def watched(self, header: Header) -> None:
+        """This process trains from now on, with this header: its agent may watch it."""
+
+        def last_words() -> None:
+            header.last_words = time.monotonic()
+
+        self.faults.on_fire = last_words
+        file = stacks.file_of(self.welcome.run_dir, self.rank, os.getpid())
+        self.heartbeat = Heartbeat(header, self.fabric, self.policy.hang, file)
+
     def mark(self, name: str) -> None:
         """Note when this process reached a point of the recovery (the last time counts)."""
         self.marks[name] = time.monotonic()
@@ -145,7 +163,7 @@ class Session:
             if plan.store.port == 0:
                 return None
             self.mark("plan")
-            self.generation = plan.generation
+            self.generation, self.skip = plan.generation, plan.skip
             try:
                 self.faults.at("rebuild", step)
                 self._connect(plan.epoch, plan.store)
@@ -183,7 +201,20 @@ def complete_environment(environment: MutableMapping[str, str], welcome: wire.We
         environment.setdefault(name, str(value))
 
 
+def checksum_by(policy: Policy) -> Checksum | None:
+    """How a trainer makes the checksums of its segments, None when it keeps none."""
+    return checksum_at if policy.state.retain == "file" else None
+
+
 _current: Session | None = None
+
+
+@contextlib.contextmanager
+def pause_watch() -> Iterator[None]:
+    """See `leto_elastic.pause_watch`."""
+    heartbeat = _current.heartbeat if _current is not None else None
+    with heartbeat.pause() if heartbeat is not None else contextlib.nullcontext():
+        yield
 
 
 def current() -> Session:

@@ -22,7 +22,7 @@ from leto_elastic.state.transaction import raw_step
 from leto_elastic.testing import faults as fault_plans
 from leto_elastic.worker.link import Delivery, read_blob
 from leto_elastic.worker.runner import Runner
-from leto_elastic.worker.session import Session
+from leto_elastic.worker.session import Session, checksum_by
 from leto_elastic.worker.step import Step
 
 
@@ -128,4 +128,5 @@ class ShadowLife:
             manifest,
             self._segments,
             elementwise=self._state.elementwise,
+            checksum=checksum_by(self._session.policy),
         )

@@ -18,7 +18,7 @@ class Registry:
 
     def _read(self, prefix: str) -> dict[str, bytes]:
         found = json.loads(self._etcd.etcdctl("get", "--prefix", prefix, "--write-out=json"))
-        entries = {base64.b64decode(entry["key"]).decode(): entry["value"] for entry in found.get("kvs", [])}
+        entries = {base64.b64decode(entry["key"]).decode(): entry.get("value", "") for entry in found.get("kvs", [])}
         return {key: base64.b64decode(value) for key, value in entries.items()}
 
     def nodes(self) -> dict[str, NodeRecord]:
@@ -44,3 +44,8 @@ class Registry:
         if len(shards) < ranks or any(shard.state != "complete" for shard in shards):
             return -1, -1
         return min((shard.generation, shard.version) for shard in shards)
+
+    def keys(self) -> list[str]:
+        """All keys of the run, below its root."""
+        root = self._keys.root
+        return sorted(key.removeprefix(root) for key in self._read(root))

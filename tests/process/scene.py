@@ -104,12 +104,14 @@ def scene(
     protect: dict[str, Any] | None = None,
     every: int = EVERY,
     per_node: int = PER_NODE,
+    classes: dict[str, list[str]] | None = None,
 ) -> Iterator[Scene]:
     """A job of several nodes that has begun; its step `PROTECTED` lasts until all shadows are ready."""
     policy: dict[str, Any] = yaml.safe_load(POLICY.read_text())
     policy["protect"]["global"] |= {"data": code[0], "parity": code[1], "buffers": buffers, "every": every}
     policy["protect"] |= protect or {}
     policy["deadlines"] = deadlines or {}
+    policy["classes"] = classes or {}
     (tmp_path / "policy.yaml").write_text(yaml.safe_dump(policy))
     ranks = nodes * per_node
     place = network.switch if isinstance(network, Hosts) else None

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import hashlib
 import json
+import os
 import random
 import select
 import time
@@ -73,6 +74,31 @@ class Samples:
         self.steps += 1
 
 
+class Trouble:
+    """What goes wrong in a step, on one rank or all, every time that it is run.
+
+    bug, exit, leave, interrupt: NameError, SystemExit(3), SystemExit(0), KeyboardInterrupt, after the backward;
+    nan: gradients that are not numbers; idle: no `optimizer.step()`; pass: nothing is done at all.
+    """
+
+    def __init__(self, text: str, rank: int) -> None:
+        self.kind, who, step = text.split(":")
+        self.step = int(step) if who in ("all", str(rank)) else -1
+
+    def at(self, kind: str, step: Any) -> bool:
+        return kind == self.kind and step.number == self.step and not step.rehearsal
+
+    def strike(self, step: Any) -> None:
+        raises: dict[str, BaseException] = {
+            "bug": NameError("name 'lr' is not defined"),
+            "exit": SystemExit(3),
+            "leave": SystemExit(0),
+            "interrupt": KeyboardInterrupt(),
+        }
+        if self.kind in raises and self.at(self.kind, step):
+            raise raises[self.kind]
+
+
 def build(args: argparse.Namespace) -> nn.Module:
     torch.manual_seed(1)
     width = WIDTH
@@ -124,6 +150,28 @@ def hold(run_dir: str, count: int) -> None:
         select.select([], [], [], 0.02)
 
 
+def note(path: Path, step: int) -> None:
+    """A line of `leto_elastic.testing.steplog`."""
+    with path.open("a") as file:
+        file.write(f"{step} {time.monotonic():.6f} {os.getpid()}\n")
+
+
+class Slow:
+    """Waits in a step until the gate exists: `pause` seconds, or as long as it takes ten steps before the last one."""
+
+    def __init__(self, gate: Path, pause: float, steps: int) -> None:
+        self.gate, self.pause, self.last = gate, pause, steps - 10
+
+    def wait(self) -> None:
+        if not self.gate.exists():
+            select.select([], [], [], self.pause)
+
+    def begin(self, number: int) -> None:
+        self.wait()
+        while number >= self.last and not self.gate.exists():
+            select.select([], [], [], self.pause)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--parallel", default="ddp")
@@ -133,6 +181,9 @@ def main() -> None:
     parser.add_argument("--optimizer", default="adamw")
     parser.add_argument("--evaluate", type=int, default=0)
     parser.add_argument("--pace", type=float, default=0.0, help="shortest seconds a step takes")
+    parser.add_argument("--trouble", default="none:all:-1", help="KIND:RANK:STEP, see `Trouble`")
+    parser.add_argument("--gate", type=Path, help="until it exists, steps have the pace in every phase, and no end")
+    parser.add_argument("--times", action="store_true", help="write when each step was committed")
     args = parser.parse_args()
 
     leto.init()
@@ -152,6 +203,10 @@ def main() -> None:
     samples = Samples(Path(leto.run_dir(), f"samples.rank{rank}.txt"))
     state = leto.TrainState(model=model, optimizer=optimizer, scheduler=scheduler, data=loader, samples=samples)
     state.each_step(samples.flush)
+    if args.times:
+        times = Path(leto.run_dir(), f"times.rank{rank}.txt")
+        state.each_step(lambda: note(times, samples.steps - 1))
+    slow = Slow(args.gate, args.pace / 3, args.steps) if args.gate else None
     hold_step, hold_count = map(int, args.hold.split(":"))
 
     def evaluate() -> None:
@@ -165,11 +220,18 @@ def main() -> None:
 
     if args.evaluate:
         state.every(args.evaluate, evaluate)
+    trouble = Trouble(args.trouble, rank)
     for step in leto.steps(state, until=args.steps):
         began = time.monotonic()
         with step:
             if step.number == hold_step and not step.rehearsal:
                 hold(leto.run_dir(), hold_count)
+            if trouble.at("pass", step):
+                continue
+            if not step.rehearsal:
+                faults.point("body", step.number)
+            if slow is not None and not step.rehearsal:
+                slow.begin(step.number)
             ids, x, y = step.batch
             samples.noted = ids.tolist()
             if not step.rehearsal:
@@ -184,10 +246,20 @@ def main() -> None:
                     (model(x[part]) - y[part]).square().mean().backward()
                 if not last and not step.rehearsal:
                     faults.point("micro", step.number)
+            trouble.strike(step)
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
+            if trouble.at("nan", step):
+                for param in model.parameters():
+                    assert param.grad is not None
+                    (param.grad.to_local() if isinstance(param.grad, DTensor) else param.grad).fill_(float("nan"))
+            if slow is not None and not step.rehearsal:
+                slow.wait()
+            if not trouble.at("idle", step):
+                optimizer.step()
             optimizer.zero_grad()
-            if args.pace and not step.rehearsal:
+            if slow is not None and not step.rehearsal:
+                slow.wait()
+            elif args.pace and not step.rehearsal:
                 select.select([], [], [], max(0.0, began + args.pace - time.monotonic()))
     faults.point("after")
     print(f"digest rank={rank} step={args.steps} sha256={digest(model, optimizer)}\n", end="", flush=True)

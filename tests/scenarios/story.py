@@ -8,7 +8,7 @@ from typing import cast
 
 from leto_elastic.errors import LetoError
 from leto_elastic.recovery.config import load_policy
-from leto_elastic.recovery.ladder import Failure, JobView, PastRecovery, ShadowState, decide
+from leto_elastic.recovery.ladder import Failure, JobView, ShadowState, decide, remember
 from leto_elastic.recovery.policy import FailureClass, Policy
 from leto_elastic.recovery.resolution import describe
 from leto_elastic.state.header import Phase
@@ -32,6 +32,7 @@ class Story:
             "run": self.run,
             "where": self.where,
             "kill": self.kill,
+            "raise": self.raise_,
             "plan": self.plan,
             "resolve": self.resolve,
             "finish": self.finish,
@@ -129,14 +130,27 @@ class Story:
         )
 
     def kill(self, block: Block) -> str:
-        """`kill rank=2[,3] [cause=exit|signal|exception]`: processes end, each where it stands."""
-        lines = []
+        """`kill rank=2[,3] [cause=exit|signal|exception|oom|hang|state]`: processes end, each where it stands.
+
+        A line below it is what is known of it.
+        """
         cause = FailureClass(block.arguments.get("cause", "signal"))
+        return self._fail(block, cause, "dies")
+
+    def raise_(self, block: Block) -> str:
+        """`raise rank=2[,3]` and the error: processes hold an exception, each where it stands, and wait."""
+        return self._fail(block, FailureClass.EXCEPTION, "raises")
+
+    def _fail(self, block: Block, cause: FailureClass, how: str) -> str:
+        lines = []
+        detail = " ".join(block.input)
+        held, digest = how == "raises", detail if cause is FailureClass.EXCEPTION else ""
         for rank in (int(rank) for rank in block.arguments["rank"].split(",")):
             at = self._world.at[rank]
             self._world.kill(rank)
-            self._change(failures=(*self._view.failures, Failure(rank, rank, cause, at.step)))
-            lines.append(f"rank {rank} dies at {describe(at)}")
+            failure = Failure(rank, rank, cause, at.step, held, digest, detail)
+            self._change(failures=(*self._view.failures, failure))
+            lines.append(f"rank {rank} {how} at {describe(at)}")
         return "\n".join(lines)
 
     def plan(self, block: Block) -> str:
@@ -146,9 +160,9 @@ class Story:
         lines = [f"epoch {self._view.epoch + 1}: {decision.action}, {decision.reason}"]
         lines += [f"  {repair.action} rank {repair.rank} in slot {repair.slot}" for repair in decision.repairs]
         if decision.action == "repair":
-            failures, now, epoch = self._view.failures, self._view.now, self._view.epoch + 1
-            past = PastRecovery(epoch, self._view.step_of_failure, now, len(failures))
-            self._change(epoch=epoch, history=(*self._view.history, past), budget=self._view.budget - 1, now=now + 1.0)
+            past = remember(self._view, decision)
+            now = self._view.now + 1.0
+            self._change(epoch=past.epoch, history=(*self._view.history, past), budget=self._view.budget - 1, now=now)
         self._change(failures=())
         return "\n".join(lines)
 
@@ -161,6 +175,9 @@ class Story:
         lines = [f"rank {rank}: {action}" for rank, action in resolution.action.items()]
         if resolution.section is not None and resolution.section < self._world.due(resolution.step):
             lines.append(f"sections again from {resolution.section}")
+        if self._view.history and self._view.history[-1].skip == resolution.step:
+            self._world.step_over(resolution.step)
+            return "\n".join([*lines, f"step {resolution.step} is stepped over, next is step {resolution.step + 1}"])
         return "\n".join([*lines, f"next is step {resolution.step}"])
 
     def finish(self, block: Block) -> str:

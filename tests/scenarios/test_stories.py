@@ -1,4 +1,4 @@
-"""Runs every `*.txt` of this directory, and checks the runner itself."""
+"""Runs every `*.txt` of this directory, those about several nodes in `nodes/`, and checks the runner itself."""
 
 from __future__ import annotations
 
@@ -7,15 +7,22 @@ from pathlib import Path
 import pytest
 
 from tests.scenarios import datadriven
+from tests.scenarios.agents_story import AgentsStory
 from tests.scenarios.datadriven import Block
 from tests.scenarios.story import Story
 
 STORIES = sorted(Path(__file__).parent.glob("*.txt"))
+NODES = sorted(Path(__file__).parent.glob("nodes/*.txt"))
 
 
 @pytest.mark.parametrize("path", STORIES, ids=lambda path: path.stem)
 def test_story(path: Path, tmp_path: Path) -> None:
     datadriven.run(path, Story(tmp_path).execute)
+
+
+@pytest.mark.parametrize("path", NODES, ids=lambda path: path.stem)
+def test_story_of_nodes(path: Path, tmp_path: Path) -> None:
+    datadriven.run(path, AgentsStory(tmp_path).execute)
 
 
 def echo(block: Block) -> str:

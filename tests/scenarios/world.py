@@ -95,6 +95,11 @@ class World:
         self._todo = dict.fromkeys(self.at, resolution)
         return resolution
 
+    def step_over(self, step: int) -> None:
+        """Everyone, right after a resolution that would run `step`, goes on with the next one."""
+        self._todo.clear()
+        self.at = dict.fromkeys(self.at, self.start_of(step + 1))
+
     def finish(self) -> None:
         """Everyone moves until all are done. Raises AssertionError when the job is stuck."""
         moving = True

@@ -94,7 +94,7 @@ def test_torchruns_options_win_over_the_file(policy_file: Path) -> None:
     [
         ("limits:\n  per_stop: 3\n", 2, ["'per_stop' in limits", "per_step, per_window, per_job", "mean per_step?"]),
         ("deadline: {}\n", 1, ["'deadline' at top level", "mean deadlines?"]),
-        ("classes:\n\n  oom: [fail]\n", 3, ["'oom' in classes", "exit, signal, exception"]),
+        ("classes:\n\n  oops: [fail]\n", 3, ["'oops' in classes", "exit, signal, exception"]),
         ("1: 2\n", 1, ["unknown key 1"]),
         ("? [a]\n: b\n", 1, ["unknown key ['a']"]),
         ("deadlines:\n  abort: -1\n", 2, ["deadlines.abort is -1", "a number of seconds above 0"]),
@@ -124,9 +124,9 @@ def test_torchruns_options_win_over_the_file(policy_file: Path) -> None:
         ("classes:\n  node: [replace]\n", 2, ["classes.node is [replace]", "ends with fail"]),
         ("coordinator:\n  lease: 1.5\n", 2, ["coordinator.lease is 1.5", "whole number"]),
         (
-            "classes:\n  exit: [retry, fail]\n",
+            "classes:\n  exit: [shrink, fail]\n",
             2,
-            ["classes.exit is ['retry', 'fail']", "replace and fail"],
+            ["classes.exit is ['shrink', 'fail']", "replace and fail"],
         ),
         ("classes:\n  exit: []\n", 2, ["classes.exit is []"]),
         ("classes:\n  exit: fail\n", 2, ["classes.exit is 'fail'", "a list"]),

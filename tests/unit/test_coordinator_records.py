@@ -27,7 +27,7 @@ from leto_elastic.coordinator.schema import (
 from leto_elastic.coordinator.settings import EtcdSettings
 from leto_elastic.coordinator.stubs import grpc
 from leto_elastic.errors import ConfigError, LetoError
-from leto_elastic.recovery.ladder import Decision, PastRecovery, Repair
+from leto_elastic.recovery.ladder import Cause, Decision, PastRecovery, Repair
 from leto_elastic.recovery.policy import FailureClass, Limits, Policy
 
 KEYS = Keys("job")
@@ -196,6 +196,18 @@ def test_the_view_that_is_decided_on() -> None:
     assert (view.restarts_left, view.budget, view.history) == (3, 5, ())
 
 
+def test_a_lost_node_is_waited_for_since_it_was_reported_whoever_leads() -> None:
+    etcd = Etcd()
+    start = plan(0, "start")
+    etcd.put((KEYS.start, encode(start)), (KEYS.epoch, b"0"))
+    lost = msgspec.structs.replace(failure(1), cause=FailureClass.NODE, time=100.0)
+    etcd.put((KEYS.failure(0, 1), encode(lost)))
+    for now in (150.0, 160.0, 99.0):  # the last one's clock is behind
+        mirror = Mirror(KEYS)
+        mirror.apply(etcd.snapshot())
+        assert mirror.view(Policy(), 0, now).waited == max(0.0, now - 100.0)
+
+
 def test_a_slot_that_nobody_has_heard_of_is_not_protected() -> None:
     mirror = Mirror(KEYS)
     for batch, _ in history()[:6]:
@@ -226,7 +238,7 @@ def test_our_own_plan_and_the_watch_that_reports_it_later_are_the_same() -> None
     mirror.apply(steps[6][0])
     mirror.apply(steps[7][0])
     assert list(mirror.failures) == [0]
-    assert mirror.history == [PastRecovery(1, 7, 1.0, 1)]
+    assert mirror.history == [PastRecovery(1, 7, 1.0, 1, (Cause(0, FailureClass.EXIT, 7, "promote"),))]
     assert mirror.view(Policy(limits=Limits(per_job=5)), 0, 0.0).budget == 4
 
 

@@ -152,6 +152,10 @@ def test_other_lines() -> None:
     assert report.line({"event": "failure", "rank": 1, "pid": 7, "cause": "exit", "step": 3, "phase": "vote"}) == (
         "leto: rank 1 (pid 7) failed: exit at step 3, vote"
     )
+    hang = {"event": "hang", "rank": 2, "pid": 7, "step": 5, "reason": "no Python ran in it", "stacks": "run/x.txt"}
+    assert report.line(hang) == (
+        "leto: rank 2 (pid 7) hangs at step 5: no Python ran in it; its stacks are in run/x.txt"
+    )
     unfit = report.line({"event": "shadow_unfit", "slot": 1, "rank": 5, "reason": "shapes differ"})
     assert unfit is not None
     assert unfit.startswith("leto: the shadow of slot 1 (rank 5) cannot stand in: shapes differ; ")

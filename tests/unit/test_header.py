@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from leto_elastic.state.header import HEADER_BYTES, Header, Phase, Position
+from leto_elastic.state.header import GROUPS, HEADER_BYTES, Header, Phase, Position, key_of
 
 POSITIONS = st.builds(
     Position,
@@ -90,3 +90,37 @@ def test_a_header_outlives_its_writer(segment: int) -> None:
     reader = Header(segment)
     assert reader.position == Position(9, Phase.VOTE)
     reader.close()
+
+
+def test_collectives_are_counted_by_group(segment: int) -> None:
+    trainer, agent = Header(segment), Header(segment)
+    trainer.initialise()
+    before = agent.signs.progress
+    trainer.set_group(0, key_of("default"))
+    trainer.set_group(GROUPS - 1, key_of("pairs"))
+    trainer.entered(0, 17)
+    trainer.entered(0, 18)
+    trainer.entered(-1, 19)
+    assert agent.groups == {key_of("default"): (2, 18), key_of("pairs"): (0, 0)}
+    assert agent.signs.progress != before
+    trainer.forget_calls()
+    assert (agent.groups, agent.signs.progress) == ({}, before)
+    trainer.close()
+    agent.close()
+
+
+def test_the_next_trainer_of_a_slot_begins_with_a_clean_sheet(segment: int) -> None:
+    header = Header(segment)
+    header.initialise()
+    header.position = Position(4, Phase.VOTE)
+    header.beat, header.paused, header.waiting, header.thread = 3.0, 4.0, key_of("default"), 17
+    header.forget()
+    assert (header.beat, header.paused, header.waiting, header.thread) == (0.0, 0.0, 0, 0)
+    assert header.position == Position(4, Phase.VOTE)
+    header.close()
+
+
+def test_keys_of_groups_are_numbers_that_a_header_can_hold() -> None:
+    keys = {key_of(str(number)) for number in range(1000)}
+    assert len(keys) == 1000
+    assert all(0 < key < 1 << 63 for key in keys)

@@ -157,11 +157,14 @@ def _unchecked(sock: socket.socket) -> Connection:
     return connection
 
 
-def test_a_slow_handshake(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
-    monkeypatch.setattr(handshake, "DEADLINE", 0.2)
-    with job([1], None) as alone, connected(alone.nodes[0].address) as sock:
-        sock.sendall(b"Lt")
-        assert closed(sock)
+def test_a_slow_handshake(caplog: pytest.LogCaptureFixture) -> None:
+    server = Server("127.0.0.1", Identity("job", "a", KEY, deadline=0.2), lambda *_: Done())
+    try:
+        with connected(PeerAddress("a", server.host, server.port)) as sock:
+            sock.sendall(b"Lt")
+            assert closed(sock)
+    finally:
+        server.close(DEADLINE)
     assert re.search(r"connection from 127.0.0.1 dropped: (timed out|the deadline passed)", caplog.text)
 
 

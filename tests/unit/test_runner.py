@@ -27,7 +27,7 @@ class Fabric:
     """One rank that is alone and always agrees, unless `votes` says otherwise."""
 
     def __init__(self) -> None:
-        self.poisoned, self.tolerant, self.reason, self.epoch = False, False, "", 0
+        self.poisoned, self.spoiled, self.tolerant, self.reason, self.epoch = False, False, False, "", 0
         self.votes: list[bool] = []
         self.lowest: int | None = None  # of the other ranks
 
@@ -69,7 +69,7 @@ class Session:
     def __init__(self, protect: int, every: int) -> None:
         self.fabric, self.link, self.rank = Fabric(), Link(), 0
         self.welcome = welcome(protect, every)
-        self.generation = 0
+        self.generation, self.skip = 0, -1
         self.policy = load_policy(None)
         self.faults = Faults("/nonexistent", 0, ())
         self.marks: dict[str, float] = {}
@@ -77,6 +77,9 @@ class Session:
         self.meanwhile: Callable[[], None] = lambda: None  # what the agent does while a plan is awaited
 
     def mark(self, name: str) -> None:
+        pass
+
+    def watched(self, header: Any) -> None:
         pass
 
     def rejoin(self, plan: Any, words: Callable[[], Words], step: int) -> list[list[int]]:
