@@ -152,8 +152,8 @@ class Fabric:
     # ---- epochs
 
     def prepare(self, store_host: str, store_port: int) -> None:
-        """Open the client of a store that a later `connect` will name (in a shadow, before it parks)."""
-        self._clients.get(store_host, store_port, self._rebuild)
+        """Open the client of a store that a later `connect` may name (in a shadow, before it parks)."""
+        self._clients.prepare(store_host, store_port, self._rebuild)
 
     def connect(self, epoch: int, store_host: str, store_port: int, deadline: float) -> None:
         """Give every group an inner group of `epoch`; ends loopback mode and poison.

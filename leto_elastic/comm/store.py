@@ -8,6 +8,8 @@ and epochs are told apart by their prefix.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 import threading
 from datetime import timedelta
 
@@ -15,6 +17,9 @@ from torch._C._distributed_c10d import TCPStore
 
 from leto_elastic.comm import sockets
 from leto_elastic.comm.sockets import Address
+
+_MOMENT = 1.0
+"""Seconds for a store's host to answer at all, where it is not needed yet."""
 
 
 class StoreClient:
@@ -59,3 +64,12 @@ class StoreClients:
             if client is None or (client.host, client.port) != (host, port) or not client.answers():
                 client = self._client = StoreClient(host, port, seconds)
             return client
+
+    def prepare(self, host: str, port: int, seconds: float) -> None:
+        """Open the client of that server ahead of its use, if it is there: it may have gone with its node meanwhile."""
+        try:
+            socket.create_connection((host, port), _MOMENT).close()
+        except OSError:
+            return
+        with contextlib.suppress(RuntimeError):  # it went just now
+            self.get(host, port, seconds)

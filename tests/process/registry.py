@@ -18,7 +18,7 @@ class Registry:
 
     def _read(self, prefix: str) -> dict[str, bytes]:
         found = json.loads(self._etcd.etcdctl("get", "--prefix", prefix, "--write-out=json"))
-        entries = {base64.b64decode(entry["key"]).decode(): entry["value"] for entry in found.get("kvs", [])}
+        entries = {base64.b64decode(entry["key"]).decode(): entry.get("value", "") for entry in found.get("kvs", [])}
         return {key: base64.b64decode(value) for key, value in entries.items()}
 
     def nodes(self) -> dict[str, NodeRecord]:
