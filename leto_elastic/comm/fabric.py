@@ -186,7 +186,10 @@ class Fabric:
         built: list[dist.ProcessGroup] = []
         try:
             if store is not None:
-                generation.open(self._clients.get(*store, deadline - time.monotonic()), deadline)
+                client = self._clients.get(
+                    *store, deadline - time.monotonic(), lambda: self._expired or self._aborted >= generation.number
+                )
+                generation.open(client, deadline)
             for group in groups:
                 built.append(generation.build(group.getGroupName(), group.rank(), group.size(), group.timeout))
                 if self._expired or self._aborted >= generation.number:

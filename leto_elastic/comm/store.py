@@ -11,6 +11,8 @@ from __future__ import annotations
 import contextlib
 import socket
 import threading
+import time
+from collections.abc import Callable
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -19,7 +21,9 @@ from leto_elastic.comm import sockets
 from leto_elastic.comm.sockets import Address
 
 _MOMENT = 1.0
-"""Seconds for a store's host to answer at all, where it is not needed yet."""
+"""Seconds for one attempt to reach a store's host."""
+
+_POLL = 0.02
 
 
 class StoreClient:
@@ -57,19 +61,32 @@ class StoreClients:
         self._lock = threading.Lock()
         self._client: StoreClient | None = None
 
-    def get(self, host: str, port: int, seconds: float) -> StoreClient:
-        """The client of that server, opened when there is none yet."""
+    def get(self, host: str, port: int, seconds: float, given_up: Callable[[], bool] = lambda: False) -> StoreClient:
+        """The client of that server, opened when there is none yet.
+
+        Raises RuntimeError when the server does not answer within that time, or until `given_up()`: torch's own attempt
+        to connect cannot be interrupted, so it is made only once somebody listens there.
+        """
         with self._lock:
             client = self._client
             if client is None or (client.host, client.port) != (host, port) or not client.answers():
+                _reach(host, port, time.monotonic() + seconds, given_up)
                 client = self._client = StoreClient(host, port, seconds)
             return client
 
     def prepare(self, host: str, port: int, seconds: float) -> None:
         """Open the client of that server ahead of its use, if it is there: it may have gone with its node meanwhile."""
+        with contextlib.suppress(RuntimeError):
+            self.get(host, port, seconds, given_up=lambda: True)
+
+
+def _reach(host: str, port: int, end: float, given_up: Callable[[], bool]) -> None:
+    while True:
         try:
             socket.create_connection((host, port), _MOMENT).close()
-        except OSError:
+        except OSError as error:
+            if given_up() or time.monotonic() >= end:
+                raise RuntimeError(f"the store at {host}, port {port} does not answer: {error}") from error
+        else:
             return
-        with contextlib.suppress(RuntimeError):  # it went just now
-            self.get(host, port, seconds)
+        time.sleep(_POLL)
