@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore, Store, Work
 
-from leto_elastic.comm import loopback
+from leto_elastic.comm import loopback, reduced
 from leto_elastic.comm.work import LetoWork, PointToPointWork
 
 if TYPE_CHECKING:
@@ -168,8 +168,11 @@ class LetoGroup(dist.ProcessGroup):
         if fabric.poisoned or inner is None:
             return self._lost(epoch, outputs)
         on_done = fabric.recorded(self._name, op, outputs)
+        started: reduced.Reduced | None = None
         try:
-            work = getattr(inner, op)(*args, **kwargs)
+            if op in reduced.OPS and not fabric.nccl:
+                started = reduced.start(inner, op, args, kwargs, self._place.rank, self._place.size)
+            work = started.work if started is not None else getattr(inner, op)(*args, **kwargs)
         except RuntimeError as error:
             if not (op in _IMMEDIATE or fabric.poisoned):
                 raise
@@ -178,7 +181,9 @@ class LetoGroup(dist.ProcessGroup):
         if op in _POINT_TO_POINT:
             return fabric.track(PointToPointWork(fabric, epoch, work, outputs, on_done=on_done))
         slices = not fabric.nccl or bool(outputs and outputs[0].is_cpu)
-        return fabric.track(LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices))
+        take = started.take if started is not None else None
+        made = LetoWork(fabric, epoch, work, outputs, on_done=on_done, owner=id(inner), slices=slices, take=take)
+        return fabric.track(made)
 
     def _lost(self, epoch: int, outputs: list[torch.Tensor]) -> Work:
         if not self._fabric.forgives(epoch):

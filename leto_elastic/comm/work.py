@@ -47,7 +47,8 @@ class Judge(Protocol):
 class LetoWork(Work):
     """One collective.
 
-    `inner` None: already over; `lost` then says whether it never ran. `on_done` gets the inner work when it succeeded.
+    `inner` None: already over; `lost` then says whether it never ran. `on_done` gets the inner work when it succeeded;
+    `take` is called before it, to fill the outputs from what gloo has made.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class LetoWork(Work):
         on_done: Callable[[Work], None] | None = None,
         owner: int = 0,
         slices: bool = True,
+        take: Callable[[], None] | None = None,
     ) -> None:
         super().__init__()
         self.epoch = epoch
@@ -73,6 +75,8 @@ class LetoWork(Work):
         self._lost = lost
         self._source = source
         self._on_done = on_done
+        self._take = take
+        self._own = take is not None
         self._settled = inner is None
         self._answered = False  # gloo has told its outcome
         self._lock = threading.Lock()
@@ -87,10 +91,13 @@ class LetoWork(Work):
             if error is not None:
                 self._judge.failed(self.epoch, str(error).partition("\n")[0])
                 self._lost = True
-            elif self._on_done is not None and self.inner is not None:
-                self._on_done(self.inner)
+            else:
+                if self._take is not None:
+                    self._take()
+                if self._on_done is not None and self.inner is not None:
+                    self._on_done(self.inner)
             self._settled = True
-            self._on_done = None
+            self._on_done = self._take = None
 
     # ---- for the fabric
 
@@ -168,7 +175,7 @@ class LetoWork(Work):
                 self._complete(future, self._outputs)
             else:
                 self._settle(None)
-                self._complete(future, value)
+                self._complete(future, self._outputs if self._own else value)
 
         inner.add_done_callback(over)
         return future
@@ -224,8 +231,7 @@ def _outcome(inner: Work, timeout: timedelta = _NO_TIMEOUT) -> BaseException | N
 def _ask(inner: Work, within: timedelta) -> BaseException | None:
     """The outcome, `_PENDING` when there is none yet.
 
-    torch says by a message that the time is up. `is_completed` is no help: some works (reduce-scatter on gloo) always
-    deny it.
+    torch says by a message that the time is up. `is_completed` is no help: some works always deny it.
     """
     error = _outcome(inner, within)
     return _PENDING if error is not None and _TIME_IS_UP in str(error) else error
