@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from leto_elastic.comm import Fabric
 from leto_elastic.errors import CommunicatorLost
-from tests.process.comm_ranks import DEADLINE, Channel, Rank, new_store
+from tests.process.comm_ranks import DEADLINE, Channel, Rank, joined, new_store
 
 CYCLES = 52
 SETTLED = 2  # cycle after which nothing may grow any more
@@ -74,10 +74,7 @@ def lose(fabric: Fabric, operation: Callable[[], object], *, tolerant: bool) -> 
 
 
 def member(names: list[str], cycles: int, rank: int, channel: Channel) -> None:
-    fabric = Fabric(rank, 2, timeout=DEADLINE, rebuild=DEADLINE)
-    fabric.register()
-    fabric.connect(0, "127.0.0.1", channel.expect("plan")[1], DEADLINE)
-    dist.init_process_group("leto", store=fabric.store, rank=rank, world_size=2)
+    fabric = joined(rank, 2, channel.expect("plan")[1])
     pair = dist.new_group([0, 1])
     mine = innocent()
     counts, slowest, wrong = [], {}, []

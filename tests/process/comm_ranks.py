@@ -22,6 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
+from leto_elastic.comm import Fabric
+
 DEADLINE = 60.0  # seconds; nothing here takes a tenth of it
 
 
@@ -105,6 +107,15 @@ class Rank:
 def new_store() -> Any:
     """A store server of this process; `.port` is its port. Fork the ranks before the first one."""
     return dist.TCPStore("127.0.0.1", 0, None, True, timedelta(seconds=DEADLINE), wait_for_workers=False)
+
+
+def joined(rank: int, size: int, port: int, epoch: int = 0) -> Fabric:
+    """The fabric of this process as one rank, connected, with torch's default group on it."""
+    fabric = Fabric(rank, size, timeout=DEADLINE, rebuild=DEADLINE)
+    fabric.register()
+    fabric.connect(epoch, "127.0.0.1", port, DEADLINE)
+    dist.init_process_group("leto", store=fabric.store, rank=rank, world_size=size)
+    return fabric
 
 
 class Listener:

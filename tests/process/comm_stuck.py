@@ -13,23 +13,15 @@ import time
 import torch
 import torch.distributed as dist
 
-from leto_elastic.comm import Fabric, quiet
-from tests.process.comm_ranks import DEADLINE, Channel, Rank, new_store
+from leto_elastic.comm import quiet
+from tests.process.comm_ranks import DEADLINE, Channel, Rank, joined, new_store
 
 LARGE = 1 << 24  # floats: far more than a socket buffers
 
 
-def join(rank: int, epoch: int, port: int) -> Fabric:
-    fabric = Fabric(rank, 2, timeout=DEADLINE, rebuild=DEADLINE)
-    fabric.register()
-    fabric.connect(epoch, "127.0.0.1", port, DEADLINE)
-    dist.init_process_group("leto", store=fabric.store, rank=rank, world_size=2)
-    return fabric
-
-
 def peer(rank: int, channel: Channel) -> None:
     """Start to receive, then be stopped."""
-    join(rank, 0, channel.expect("plan")[0])
+    joined(rank, 2, channel.expect("plan")[0])
     work = dist.broadcast(torch.empty(LARGE), 0, async_op=True)
     while not quiet._asleep():
         pass
@@ -38,7 +30,7 @@ def peer(rank: int, channel: Channel) -> None:
 
 
 def spare(rank: int, channel: Channel) -> None:
-    join(rank, 1, channel.expect("plan")[0])
+    joined(rank, 2, channel.expect("plan")[0], epoch=1)
     dist.all_reduce(torch.ones(LARGE))
 
 
@@ -46,7 +38,7 @@ def main() -> None:
     first, second = Rank(1, peer), Rank(1, spare)
     store = new_store()
     first.channel.send("plan", store.port)
-    fabric = join(0, 0, store.port)
+    fabric = joined(0, 2, store.port)
     first.channel.expect("receiving")
     first.kill(signal.SIGSTOP)
 

@@ -59,3 +59,11 @@ def test_a_collective_that_gloo_forgets() -> None:
     assert result["correct"]
     assert result["exits"] == [0]
     assert time.monotonic() - result["end"] < 10.0, "the interpreter's end waited for gloo"
+
+
+@pytest.mark.process
+def test_an_abandoned_operation_is_not_waited_for() -> None:
+    """gloo's own handle of a reduce-scatter, for one, blocks without regard to any timeout."""
+    result = run_script("comm_abandoned.py")
+    assert max(result["seconds"].values()) < WOKEN, result["seconds"]
+    assert result["exits"] == [0, 0]
