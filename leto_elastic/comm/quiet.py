@@ -4,8 +4,9 @@ After an abort most collectives end by themselves within a few milliseconds. Som
 be abandoned: their group is kept alive, since its destructor would wait for them, until gloo's timeout ends them. But a
 thread that still *computes* on the user's tensors must never be left behind. One that sleeps cannot go on: everything
 that could wake it came over a connection, and they are closed. So a collective is abandoned only when no connection of
-its epoch is left and all of gloo's worker threads have slept through a whole interval. (gloo never closes a connection
-on which it expects the rest of a message for a buffer that is gone; after a while open ones are disregarded.)
+its epoch is left and all of gloo's threads have slept through a whole interval: its workers, and the event thread that
+tells them what comes over the connections, their end included. (gloo never closes a connection on which it expects the
+rest of a message for a buffer that is gone; after a while open ones are disregarded.)
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch.distributed as dist
 
 from leto_elastic.comm.work import LetoWork
 
-_WORKER = "pt_gloo_runloop"  # name of gloo's worker threads in torch
+_THREADS = frozenset({"pt_gloo_runloop", "gloo_tcp_loop"})  # names of gloo's worker threads in torch, its event thread
 _INTERVAL = 0.005  # seconds that they have to sleep
 _LOOK = 0.001  # seconds between two looks at what is still pending
 _CLOSING = 0.2  # seconds after which connections that are still open are disregarded
@@ -32,7 +33,7 @@ class _Activity(NamedTuple):
 
 
 def _activity() -> dict[str, _Activity]:
-    """State and context switches of each of gloo's worker threads in this process."""
+    """State and context switches of each of gloo's threads in this process."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
@@ -40,7 +41,7 @@ def _activity() -> dict[str, _Activity]:
         except (FileNotFoundError, ProcessLookupError):
             continue  # ended meanwhile
         fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        if fields.get("Name") == _WORKER:
+        if fields.get("Name") in _THREADS:
             switches = tuple(value for name, value in fields.items() if name.endswith("ctxt_switches"))
             found[task.name] = _Activity(fields.get("State", "").startswith("S"), switches)
     return found

@@ -1,7 +1,8 @@
-"""Reduce-scatter on gloo, by an all-reduce of a copy of which each rank keeps its part.
+"""Reduce-scatter on gloo, by reductions of copies, of which each rank keeps its part.
 
-That is how torch does it too (2.13), so the bits are the same. But its handle blocks without regard to any timeout and
-never says that it is over; a rank that an abort caught in it could stay there for half an hour (see `work`).
+That is how torch does it too (2.13): one all-reduce for the forms with one tensor, a reduction to each rank in turn for
+the form with a list, so the bits are the same. But its handles block without regard to any timeout and never say that
+they are over; a rank that an abort caught in one could stay there for half an hour (see `work`).
 """
 
 from __future__ import annotations
@@ -12,12 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._C._distributed_c10d import AllreduceOptions, ReduceScatterOptions, Work
+from torch._C._distributed_c10d import AllreduceOptions, ReduceOptions, ReduceScatterOptions, Work
 
 _FLAT = frozenset({"_reduce_scatter_base", "reduce_scatter_single"})
 _SEVERAL = frozenset({"reduce_scatter_tensor_coalesced", "reduce_scatter_single_coalesced"})
-_LISTS = frozenset({"reduce_scatter"})
-OPS = _FLAT | _SEVERAL | _LISTS
+OPS = _FLAT | _SEVERAL | {"reduce_scatter"}
 
 
 class Reduced(NamedTuple):
@@ -68,20 +68,14 @@ def start(
     if kwargs or len(args) != 3 or not isinstance(args[2], ReduceScatterOptions):
         return None
     outputs, inputs, options = args
-    pairs = _pairs(op, outputs, inputs)
-    for output, pieces in pairs:
-        if not output.is_cpu or sum(piece.numel() for piece in pieces) != size * output.numel():
-            return None
-        if any(piece.dtype != output.dtype or not piece.is_cpu for piece in pieces):
-            return None
-        if len(pieces) > 1 and any(piece.numel() != output.numel() for piece in pieces):
-            return None
-    if not pairs:
+    if op == "reduce_scatter":
+        return _start_list(inner, outputs, inputs, options, rank, size)
+    pairs = [(outputs, inputs)] if op in _FLAT else list(zip(outputs, inputs, strict=True))
+    if not pairs or not all(_fits(output, whole, size) for output, whole in pairs):
         return None
     reduce = AllreduceOptions()
     reduce.reduceOp, reduce.timeout = options.reduceOp, options.timeout
-    with torch.no_grad():
-        copies = [torch.cat([piece.reshape(-1) for piece in pieces]) for _, pieces in pairs]
+    copies = [whole.detach().flatten().clone() for _, whole in pairs]
     works = [inner.allreduce([copy], reduce) for copy in copies]
 
     def take() -> None:
@@ -92,10 +86,32 @@ def start(
     return Reduced(works[0] if len(works) == 1 else _All(works), take)
 
 
-def _pairs(op: str, outputs: Any, inputs: Any) -> list[tuple[torch.Tensor, list[torch.Tensor]]]:
-    """Each output with the pieces of its input."""
-    if op in _FLAT:
-        return [(outputs, [inputs])]
-    if op in _SEVERAL:
-        return [(output, [whole]) for output, whole in zip(outputs, inputs, strict=True)]
-    return list(zip(outputs, inputs, strict=True))
+def _start_list(
+    inner: dist.ProcessGroup,
+    outputs: list[torch.Tensor],
+    inputs: list[list[torch.Tensor]],
+    options: ReduceScatterOptions,
+    rank: int,
+    size: int,
+) -> Reduced | None:
+    if len(outputs) != 1 or len(inputs) != 1 or len(inputs[0]) != size:
+        return None
+    output, pieces = outputs[0], inputs[0]
+    if not all(_fits(output, piece, 1) for piece in pieces):
+        return None
+    copies = [piece.detach().clone(memory_format=torch.contiguous_format) for piece in pieces]
+    works = []
+    for root, copy in enumerate(copies):
+        reduce = ReduceOptions()
+        reduce.reduceOp, reduce.timeout, reduce.rootRank = options.reduceOp, options.timeout, root
+        works.append(inner.reduce([copy], reduce))
+
+    def take() -> None:
+        with torch.no_grad():
+            output.copy_(copies[rank].view(output.shape))
+
+    return Reduced(_All(works), take)
+
+
+def _fits(output: torch.Tensor, whole: torch.Tensor, size: int) -> bool:
+    return output.is_cpu and whole.is_cpu and whole.dtype == output.dtype and whole.numel() == size * output.numel()

@@ -35,6 +35,7 @@ OPERATIONS: dict[str, Callable[[], object]] = {
     "broadcast": lambda: dist.broadcast(_ones(), 1, async_op=True),
     "all_gather": lambda: dist.all_gather([_ones(), _ones()], _ones(), async_op=True),
     "reduce_scatter": lambda: dist.reduce_scatter_single(_ones(), torch.ones(8), async_op=True),
+    "reduce_scatter list": lambda: dist.reduce_scatter(_ones(), [_ones(), _ones()], async_op=True),
     "all_to_all": lambda: dist.all_to_all_single(_ones(), _ones(), async_op=True),
     "gather": lambda: dist.gather(_ones(), [_ones(), _ones()], 0, async_op=True),
     "scatter": lambda: dist.scatter(_ones(), None, 1, async_op=True),
