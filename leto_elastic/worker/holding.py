@@ -17,18 +17,15 @@ from __future__ import annotations
 
 import logging
 
-import torch
-
 from leto_elastic import wire
 from leto_elastic.errors import CommunicatorLost, LetoError
 from leto_elastic.recovery.policy import Action, FailureClass
+from leto_elastic.worker.memory import is_out_of_memory
 from leto_elastic.worker.reports import reason_of
 from leto_elastic.worker.session import Session
 from leto_elastic.worker.step import StepLost
 
 log = logging.getLogger(__name__)
-
-OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 
 
 def is_consequence(session: Session, error: BaseException) -> bool:
@@ -41,7 +38,7 @@ def is_consequence(session: Session, error: BaseException) -> bool:
 
 def may_hold(session: Session, error: BaseException) -> bool:
     """Whether the policy would ever have the step run again by the process that raised this."""
-    cause = FailureClass.OOM if isinstance(error, OUT_OF_MEMORY) else FailureClass.EXCEPTION
+    cause = FailureClass.OOM if is_out_of_memory(error) else FailureClass.EXCEPTION
     return isinstance(error, Exception) and Action.RETRY in session.policy.classes[cause]
 
 
@@ -51,7 +48,7 @@ def hold(session: Session, step: int, error: BaseException) -> wire.Plan | None:
     epoch, reason = fabric.epoch, reason_of(error)
     link.holding = True
     try:
-        link.send(wire.Raised(step=step, epoch=epoch, reason=reason, oom=isinstance(error, OUT_OF_MEMORY)))
+        link.send(wire.Raised(step=step, epoch=epoch, reason=reason, oom=is_out_of_memory(error)))
         fabric.abort(epoch, f"this rank raised {reason}")
         session.mark("abort")
         link.send(wire.Parked(epoch=epoch))
