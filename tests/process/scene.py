@@ -22,6 +22,7 @@ from tests.process.registry import Registry
 from tests.process.runs import TRAIN, Outcome, trainers, wait_stopped
 
 POLICY = Path(__file__).with_name("policy_nodes.yaml")
+DAMAGE = Path(__file__).with_name("damage")
 STEPS = 16
 EVERY = 3
 PROTECTED = 6
@@ -128,6 +129,7 @@ def scene(
             network=network,
             faults=faults,
             conf={"config": str(tmp_path / "policy.yaml")},
+            env={"PYTHONPATH": os.pathsep.join([str(DAMAGE), *filter(None, [os.environ.get("PYTHONPATH")])])},
             deadline=300,
         ) as cluster,
     ):
@@ -150,6 +152,13 @@ def flip(job: Scene, rank: int, segment: str) -> None:
     with entry.open("r+b") as file:
         where = os.fstat(file.fileno()).st_size // 4
         os.pwrite(file.fileno(), bytes([os.pread(file.fileno(), 1, where)[0] ^ 1]), where)
+
+
+def damage(job: Scene, index: int, what: str) -> None:
+    """Change a bit of all "pieces" that a node holds, or of the next chunk that it puts on the "wire" to another."""
+    node = job.cluster.nodes[index]
+    os.kill(node.pid, signal.SIGRTMIN + {"pieces": 1, "wire": 2}[what])
+    node.wait_output("pieces are damaged" if what == "pieces" else "the wire is damaged")
 
 
 def check(job: Scene, expected: Outcome, lost: Sequence[int] = (), moved: Sequence[int] = ()) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.process.runs import Reference
-from tests.process.scene import ARGS, PROTECTED, Scene, check, flip, scene, stop
+from tests.process.scene import ARGS, PROTECTED, Scene, check, damage, flip, scene, stop
 
 pytestmark = [pytest.mark.process, pytest.mark.nodes, pytest.mark.slow]
 
@@ -25,6 +25,38 @@ def test_a_snapshot_that_was_damaged_is_rebuilt_and_not_used(tmp_path: Path, ref
         job.thaw(stopped, [victim])
         check(job, expected, lost=[victim], moved=[*job.ranks_of(victim), hurt])
         assert any(f"[{hurt}]" in str(event["what"]) for event in job.cluster.events() if event["event"] == "damaged")
+
+
+def test_parity_that_was_damaged_is_another_loss(tmp_path: Path, reference: Reference) -> None:
+    expected = reference(*ARGS, nproc=8, deadline=240)
+    with scene(tmp_path, spares=1, code=(2, 2), faults=stop(range(8), 8, "update")) as job:
+        stopped = job.frozen(8)
+        victim = job.follower()
+        damage(job, job.follower(victim), "pieces")
+        job.cluster.nodes[victim].kill_all()
+        job.thaw(stopped, [victim])
+        check(job, expected, lost=[victim], moved=job.ranks_of(victim))
+        damaged = [str(event["what"]) for event in job.cluster.events() if event["event"] == "damaged"]
+        assert damaged
+        assert all(what.startswith("parity piece") for what in damaged), damaged
+
+
+def test_what_was_damaged_on_its_way_is_not_taken(tmp_path: Path, reference: Reference) -> None:
+    """The version that it belonged to is whole all the same: a node is restored from it."""
+    expected = reference(*ARGS, nproc=8, deadline=240)
+    faults = f"{stop(range(8), 7, 'compute')}; {stop(range(8), 11, 'update')}"
+    with scene(tmp_path, spares=1, faults=faults) as job:
+        stopped = job.frozen(8)
+        before = job.registry.protected(8)
+        damage(job, victim := job.follower(), "wire")
+        job.thaw(stopped)
+        stopped = job.frozen(8)
+        assert job.registry.protected(8) > before, "no version has gone over the wire"
+        said = "".join(node.output() for node in job.cluster.nodes)
+        assert "the payload of Chunk does not match its checksum" in said
+        job.cluster.nodes[victim].kill_all()
+        job.thaw(stopped, [victim])
+        check(job, expected, lost=[victim], moved=job.ranks_of(victim))
 
 
 @pytest.mark.parametrize("tier", ["local", "global"])
