@@ -196,14 +196,24 @@ class Fabric:
         """Give every group an inner group of `epoch`; ends loopback mode and poison.
 
         `deadline`: seconds that it may take. Raises EpochAborted when this or a later epoch is aborted meanwhile,
-        CommunicatorLost when the deadline passes (naming the ranks that did not come). Main thread only.
+        CommunicatorLost when the deadline passes (naming the ranks that did not come). A connection that is lost on the
+        way, the store's too, is a failure of somebody else: the abort that follows is waited for. Main thread only.
         """
+        former = self._generation
         self._release()
         generation = GlooEpoch(epoch, self.rank, self.world_size, self.nccl, self._address)
-        with self._lock:
-            self._refuse_aborted(epoch)
-            self._generation = generation
-        self._construct(generation, time.monotonic() + deadline, list(self._groups), (store_host, store_port))
+        end = time.monotonic() + deadline
+        try:
+            with self._lock:
+                self._refuse_aborted(epoch)
+                self._generation = generation
+            self._construct(generation, end, list(self._groups), (store_host, store_port))
+        except CommunicatorLost:
+            self._await_abort(epoch, end)
+            raise
+        finally:  # whoever has come here has severed the former one, too
+            if former is not None:
+                former.let_go()
         with self._lock:
             self._refuse_aborted(epoch)
             self.epoch = epoch
@@ -262,6 +272,12 @@ class Fabric:
                 if not self._building:
                     return
             generation.interrupt()
+            time.sleep(_POLL)
+
+    def _await_abort(self, epoch: int, end: float) -> None:
+        """Whoever was at the other end of a lost connection is gone: the agent will tell, if it takes until `end`."""
+        while time.monotonic() < end:
+            self._refuse_aborted(epoch)
             time.sleep(_POLL)
 
     def _refuse_aborted(self, epoch: int) -> None:

@@ -8,16 +8,23 @@ The wait for all ranks polls the store. Rejected: its blocking wait, which only 
 answers that with forty lines of native stack on the terminal of every survivor.
 
 `sever` ends the connections: gloo's own `abort` and `shutdown` return and wake nobody, and after a peer's death only
-its neighbours in the ring see an error (a stopped peer: nobody). `interrupt` also wakes a construction under way. That
-can block in three places: in gloo's reads of the store (the client's socket is shut down), on a connection (severed
-like the others) and on a connection that a peer is to make (see `sockets.knock`).
+its neighbours in the ring see an error (a stopped peer: nobody). It ends their reading, upon which gloo closes them and
+tells all who wait. Not so for a message whose writing fails: who waits for that one is told nothing, until its timeout
+(`Pair::signalException` passes over `tx_`; gloo as in torch 2.13). So neither this side nor a peer that is not severed
+yet may be kept from writing: the connections stay, by duplicates, until `let_go` or until that takes too long.
+
+`interrupt` also wakes a construction under way. That can block in three places: in gloo's reads of the store (the
+client's socket is shut down), on a connection (severed like the others) and on a connection that a peer is to make (see
+`sockets.knock`).
 
 Everything may be called from another thread than the one that builds.
 """
 
 from __future__ import annotations
 
+import math
 import os
+import socket
 import threading
 import time
 from datetime import timedelta
@@ -28,7 +35,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
 from leto_elastic.comm import sockets
-from leto_elastic.comm.sockets import Address
+from leto_elastic.comm.sockets import Address, Connection
 from leto_elastic.comm.store import StoreClient
 from leto_elastic.errors import CommunicatorLost
 
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from torch._C._distributed_c10d import ProcessGroupNCCL
 
 _THREADS = 2  # per group, torch's own number
+_GENTLE = 0.2  # seconds in which connections are only ended for reading
 _POLL = 0.001  # seconds between two looks at who has come
 
 
@@ -62,6 +70,9 @@ class GlooEpoch:
         self._listeners: list[Address] = []
         self._peers: set[Address] = set()
         self._stop = threading.Event()
+        self._lock = threading.Lock()
+        self._severed = math.inf  # when it began
+        self._held: dict[Connection, socket.socket] = {}  # severed, and kept from their peers
         self._pairs = 0  # numbers that the device has given to pairs so far
         self._building = range(0)  # the numbers of the group that is being built
         self._accelerated: list[ProcessGroupNCCL] = []
@@ -129,7 +140,20 @@ class GlooEpoch:
         """End all connections between this rank and its peers. Idempotent; whether there were any left to end."""
         for backend in self._accelerated:
             backend.abort()
+        with self._lock:
+            now = time.monotonic()
+            self._severed = min(self._severed, now)
+            if now - self._severed < _GENTLE:
+                return sockets.end_reading(self._listeners, self._peers, self._held) > 0
+        self.let_go()
         return sockets.shut_down(self._listeners, self._peers) > 0
+
+    def let_go(self) -> None:
+        """The peers may see the end of severed connections: all are severed at their side too, or take too long."""
+        with self._lock:
+            for sock in self._held.values():
+                sock.close()
+            self._held.clear()
 
     def interrupt(self) -> None:
         """`sever`, and wake whoever is in `open` or `build`. The epoch is of no use after that."""

@@ -6,12 +6,14 @@ thread that still *computes* on the user's tensors must never be left behind. On
 that could wake it came over a connection, and they are closed. So a collective is abandoned only when no connection of
 its epoch is left and all of gloo's threads have slept through a whole interval: its workers, and the event thread that
 tells them what comes over the connections, their end included. (gloo never closes a connection on which it expects the
-rest of a message for a buffer that is gone; after a while open ones are disregarded.)
+rest of a message for a buffer that is gone, and its event thread then looks at it without end. So after a while open
+connections are disregarded, and so is an event thread that has run for long enough to have seen them all.)
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -21,37 +23,52 @@ import torch.distributed as dist
 
 from leto_elastic.comm.work import LetoWork
 
-_THREADS = frozenset({"pt_gloo_runloop", "gloo_tcp_loop"})  # names of gloo's worker threads in torch, its event thread
+_WORKERS = "pt_gloo_runloop"  # name of gloo's worker threads in torch
+_EVENTS = "gloo_tcp_loop"  # and of its event threads
 _INTERVAL = 0.005  # seconds that they have to sleep
 _LOOK = 0.001  # seconds between two looks at what is still pending
-_CLOSING = 0.2  # seconds after which connections that are still open are disregarded
+_CLOSING = 0.2  # seconds after which open connections are disregarded
+_SEEN = 0.05  # seconds of CPU with which an event thread has seen everything, and only goes round and round
+_TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class _Activity(NamedTuple):
+    name: str
     asleep: bool
     switches: tuple[str, ...]
+    cpu: float
 
 
 def _activity() -> dict[str, _Activity]:
-    """State and context switches of each of gloo's threads in this process."""
+    """State, context switches and CPU seconds of each of gloo's threads in this process."""
     found = {}
     for task in Path("/proc/self/task").iterdir():
         try:
             lines = (task / "status").read_text().splitlines()
+            times = (task / "stat").read_text().rpartition(") ")[2].split()[11:13]
         except (FileNotFoundError, ProcessLookupError):
             continue  # ended meanwhile
         fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
-        if fields.get("Name") in _THREADS:
+        if fields.get("Name") in (_WORKERS, _EVENTS):
             switches = tuple(value for name, value in fields.items() if name.endswith("ctxt_switches"))
-            found[task.name] = _Activity(fields.get("State", "").startswith("S"), switches)
+            asleep = fields.get("State", "").startswith("S")
+            found[task.name] = _Activity(fields["Name"], asleep, switches, sum(map(int, times)) * _TICK)
     return found
 
 
-def _asleep() -> bool:
+def _asleep(begin: dict[str, _Activity] | None = None) -> bool:
+    """Whether they sleep through an interval; but for event threads that are busy in vain since `begin`."""
     before = _activity()
     time.sleep(_INTERVAL)
     after = _activity()
-    return before == after and all(activity.asleep for activity in after.values())
+    if before.keys() != after.keys():
+        return False
+    for task, now in after.items():
+        if now.name == _EVENTS and begin is not None and task in begin and now.cpu - begin[task].cpu > _SEEN:
+            continue
+        if not now.asleep or now.switches != before[task].switches:
+            return False
+    return True
 
 
 def settle(works: Iterable[LetoWork], connected: Callable[[], bool]) -> list[LetoWork]:
@@ -60,9 +77,9 @@ def settle(works: Iterable[LetoWork], connected: Callable[[], bool]) -> list[Let
     `connected` says whether a connection of the epoch is left.
     """
     pending = [work for work in works if not work.over]
-    start = time.monotonic()
+    start, begin = time.monotonic(), _activity()
     while pending:
-        if (not connected() or time.monotonic() - start > _CLOSING) and _asleep():
+        if (not connected() or time.monotonic() - start > _CLOSING) and _asleep(begin):
             pending = [work for work in pending if not work.over]
             for work in pending:
                 work.abandon()

@@ -44,6 +44,10 @@ class TcpSocket(NamedTuple):
     listening: bool
 
 
+Connection = tuple[Address, Address | None]
+"""Its own end and its peer's, None once it is not connected any more."""
+
+
 def _address(name: tuple[Any, ...]) -> Address:
     """IPv4 addresses look the same on a socket of either family (torch's store client uses IPv6 ones)."""
     return Address(str(name[0]).removeprefix("::ffff:"), int(name[1]))
@@ -114,6 +118,27 @@ def shut_down(local: Collection[Address], peers: Collection[Address]) -> int:
             continue  # already ended
         ended += 1
     return ended
+
+
+def end_reading(local: Collection[Address], peers: Collection[Address], held: dict[Connection, socket.socket]) -> int:
+    """End such connections for reading only, and keep a duplicate of each in `held`.
+
+    As long as it is there the other side is told nothing, even if the owner has closed its own, and whatever is written
+    on either side gets as far as before. Returns how many of them their owner has not closed yet.
+    """
+    duplicates = {sock.fileno() for sock in held.values()}
+    left = 0
+    for found in tcp_sockets():
+        if found.listening or found.fd in duplicates or not (found.local in local or found.peer in peers):
+            continue
+        try:
+            found.sock.shutdown(socket.SHUT_RD)
+        except OSError:
+            continue  # already ended
+        left += 1
+        if (found.local, found.peer) not in held:
+            held[found.local, found.peer] = found.sock.dup()
+    return left
 
 
 def knock(address: Address, numbers: range) -> None:
