@@ -137,7 +137,9 @@ class GlooEpoch:
         return group
 
     def sever(self) -> bool:
-        """End all connections between this rank and its peers. Idempotent; whether there were any left to end."""
+        """End all connections between this rank and its peers, reading first. To be called again until it says that
+        there were none left to end.
+        """
         for backend in self._accelerated:
             backend.abort()
         with self._lock:

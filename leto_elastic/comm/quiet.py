@@ -4,10 +4,11 @@ After an abort most collectives end by themselves within a few milliseconds. Som
 be abandoned: their group is kept alive, since its destructor would wait for them, until gloo's timeout ends them. But a
 thread that still *computes* on the user's tensors must never be left behind. One that sleeps cannot go on: everything
 that could wake it came over a connection, and they are closed. So a collective is abandoned only when no connection of
-its epoch is left and all of gloo's threads have slept through a whole interval: its workers, and the event thread that
-tells them what comes over the connections, their end included. (gloo never closes a connection on which it expects the
-rest of a message for a buffer that is gone, and its event thread then looks at it without end. So after a while open
-connections are disregarded, and so is an event thread that has run for long enough to have seen them all.)
+its epoch is left, gloo's event threads have had their turns since (they tell the workers what comes over connections,
+their end included, and look at them every 10 ms), and then all of its workers have slept through a whole interval.
+(gloo never closes a connection on which it expects the rest of a message for a buffer that is gone, and its event
+thread then looks at it without end. So after a while open connections are disregarded, and a thread that has run for
+long enough has had its turns.)
 """
 
 from __future__ import annotations
@@ -28,14 +29,15 @@ _EVENTS = "gloo_tcp_loop"  # and of its event threads
 _INTERVAL = 0.005  # seconds that they have to sleep
 _LOOK = 0.001  # seconds between two looks at what is still pending
 _CLOSING = 0.2  # seconds after which open connections are disregarded
-_SEEN = 0.05  # seconds of CPU with which an event thread has seen everything, and only goes round and round
+_TURNS = 2  # times that an event thread must have gone to sleep again
+_SEEN = 0.05  # seconds of CPU with which one that never sleeps has seen everything, and only goes round and round
 _TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 
 
 class _Activity(NamedTuple):
     name: str
     asleep: bool
-    switches: tuple[str, ...]
+    switches: tuple[int, int]  # voluntary ones first
     cpu: float
 
 
@@ -50,25 +52,31 @@ def _activity() -> dict[str, _Activity]:
             continue  # ended meanwhile
         fields = dict(line.split(":\t", 1) for line in lines if ":\t" in line)
         if fields.get("Name") in (_WORKERS, _EVENTS):
-            switches = tuple(value for name, value in fields.items() if name.endswith("ctxt_switches"))
+            switches = int(fields["voluntary_ctxt_switches"]), int(fields["nonvoluntary_ctxt_switches"])
             asleep = fields.get("State", "").startswith("S")
             found[task.name] = _Activity(fields["Name"], asleep, switches, sum(map(int, times)) * _TICK)
     return found
 
 
-def _asleep(begin: dict[str, _Activity] | None = None) -> bool:
-    """Whether they sleep through an interval; but for event threads that are busy in vain since `begin`."""
+def _told(begin: dict[str, _Activity]) -> bool:
+    """Whether gloo's event threads have seen since `begin` all that was to be seen then."""
+    now = _activity()
+    return all(
+        now[task].switches[0] - was.switches[0] >= _TURNS or now[task].cpu - was.cpu > _SEEN
+        for task, was in begin.items()
+        if was.name == _EVENTS and task in now
+    )
+
+
+def _asleep() -> bool:
+    """Whether gloo's workers sleep through an interval."""
     before = _activity()
     time.sleep(_INTERVAL)
     after = _activity()
     if before.keys() != after.keys():
         return False
-    for task, now in after.items():
-        if now.name == _EVENTS and begin is not None and task in begin and now.cpu - begin[task].cpu > _SEEN:
-            continue
-        if not now.asleep or now.switches != before[task].switches:
-            return False
-    return True
+    workers = [task for task, activity in after.items() if activity.name == _WORKERS]
+    return all(after[task].asleep and after[task].switches == before[task].switches for task in workers)
 
 
 def settle(works: Iterable[LetoWork], connected: Callable[[], bool]) -> list[LetoWork]:
@@ -79,7 +87,7 @@ def settle(works: Iterable[LetoWork], connected: Callable[[], bool]) -> list[Let
     pending = [work for work in works if not work.over]
     start, begin = time.monotonic(), _activity()
     while pending:
-        if (not connected() or time.monotonic() - start > _CLOSING) and _asleep(begin):
+        if (not connected() or time.monotonic() - start > _CLOSING) and _told(begin) and _asleep():
             pending = [work for work in pending if not work.over]
             for work in pending:
                 work.abandon()

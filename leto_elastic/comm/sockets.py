@@ -102,6 +102,10 @@ def connected_to(host: str, port: int) -> set[Address]:
     return {found.local for found in tcp_sockets() if found.peer in servers}
 
 
+def _connections(local: Collection[Address], peers: Collection[Address]) -> Iterator[TcpSocket]:
+    return (found for found in tcp_sockets() if not found.listening and (found.local in local or found.peer in peers))
+
+
 def shut_down(local: Collection[Address], peers: Collection[Address]) -> int:
     """End every TCP connection from one of the addresses `local` or to one of `peers`; returns how many there were.
 
@@ -109,9 +113,7 @@ def shut_down(local: Collection[Address], peers: Collection[Address]) -> int:
     (gloo ends the process when its listener fails). A handshake under way counts as a connection.
     """
     ended = 0
-    for found in tcp_sockets():
-        if found.listening or not (found.local in local or found.peer in peers):
-            continue
+    for found in _connections(local, peers):
         try:
             found.sock.shutdown(socket.SHUT_RDWR)
         except OSError:
@@ -128,8 +130,8 @@ def end_reading(local: Collection[Address], peers: Collection[Address], held: di
     """
     duplicates = {sock.fileno() for sock in held.values()}
     left = 0
-    for found in tcp_sockets():
-        if found.listening or found.fd in duplicates or not (found.local in local or found.peer in peers):
+    for found in _connections(local, peers):
+        if found.fd in duplicates:
             continue
         try:
             found.sock.shutdown(socket.SHUT_RD)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
-import time
 
 import torch
 import torch.distributed as dist
@@ -21,26 +21,25 @@ def member(rank: int, channel: Channel) -> None:
     fabric = Fabric(rank, SIZE, timeout=DEADLINE, rebuild=DEADLINE)
     fabric.register()
     listener = Listener(channel, lambda epoch: fabric.abort(epoch, "test"))
-    parked = 0
     for _ in range(ABORTS + 1):
-        _, epoch, port = listener.plan()
+        _, epoch, port, rounds = listener.plan()
         fabric.connect(epoch, "127.0.0.1", port, DEADLINE)
         if epoch == 0:
             dist.init_process_group("leto", store=fabric.store, rank=rank, world_size=SIZE)
         if epoch == ABORTS:
             break
-        channel.send("joined")
         values = [torch.ones(4), torch.ones(40)]
         try:
-            while True:
+            for number in itertools.count():
+                if number == rounds:
+                    channel.send("busy")
                 works = [dist.all_reduce(value, async_op=True) for value in values]
                 dist.broadcast(values[0], epoch % SIZE)
                 for work in works:
                     work.wait()
         except CommunicatorLost:
             channel.send("lost")
-    parked = len(fabric._parked)
-    channel.send("done", parked)
+    channel.send("done", len(fabric._parked))
 
 
 def main() -> None:
@@ -48,12 +47,12 @@ def main() -> None:
     ranks = [Rank(rank, member) for rank in range(SIZE)]
     store = new_store()
     for epoch in range(ABORTS + 1):
+        rounds = choice.randrange(10)
         for rank in ranks:
-            rank.channel.send("plan", epoch, store.port)
+            rank.channel.send("plan", epoch, store.port, rounds)
         if epoch < ABORTS:
             for rank in ranks:
-                rank.channel.expect("joined")
-            time.sleep(choice.random() * 0.01)
+                rank.channel.expect("busy")
             for rank in ranks:
                 rank.channel.send("abort", epoch)
             for rank in ranks:

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
-import time
 
 from leto_elastic.comm import Fabric
 from leto_elastic.errors import CommunicatorLost, EpochAborted
 from tests.process.comm_ranks import DEADLINE, Channel, Listener, Rank, new_store
 
-LATER = 0.5  # seconds
-PATIENCE = 2.0
+PATIENCE = 2.0  # seconds
 
 
 def member(rank: int, channel: Channel) -> None:
     fabric = Fabric(rank, 2, timeout=DEADLINE)
     fabric.register()
     listener = Listener(channel, lambda epoch: fabric.abort(epoch, "the node of the store was lost"))
+    await_abort = fabric._await_abort
+
+    def alone(epoch: int, end: float) -> None:
+        channel.send("alone")
+        await_abort(epoch, end)
+
+    fabric._await_abort = alone  # type: ignore[method-assign]
     told: list[str] = []
     for deadline in (DEADLINE, PATIENCE):
         _, epoch, port = listener.plan()
@@ -38,8 +43,8 @@ def main() -> None:
         while not store.check([f"epoch/{epoch}/device/0"]):
             pass
         del store
+        rank.channel.expect("alone")
         if epoch == 0:
-            time.sleep(LATER)
             rank.channel.send("abort", epoch)
         rank.channel.expect("over")
     print(json.dumps({"told": rank.channel.expect("done")[0], "exits": [rank.end()]}))
